@@ -1,0 +1,28 @@
+"""The solvers: tensors in, plan out. Imports torch only; knows neither vision nor modules."""
+
+from rotp_vision.core.badmm import badmm
+from rotp_vision.core.pool import pool
+from rotp_vision.core.problem import Regularizer, ROTProblem, objective, rot_problem
+from rotp_vision.core.sinkhorn import sinkhorn
+from rotp_vision.core.solver import SOLVERS, Solver, SolverName, rot_pool, solve
+from rotp_vision.core.structure import Similarity, structural_force
+from rotp_vision.core.weights import StepWeights, step_weights
+
+__all__ = [
+    'SOLVERS',
+    'ROTProblem',
+    'Regularizer',
+    'Similarity',
+    'Solver',
+    'SolverName',
+    'StepWeights',
+    'badmm',
+    'objective',
+    'pool',
+    'rot_pool',
+    'rot_problem',
+    'sinkhorn',
+    'solve',
+    'step_weights',
+    'structural_force',
+]

@@ -1,0 +1,129 @@
+"""Bregman ADMM for entropic and quadratic smoothness."""
+
+from torch import Tensor
+
+from rotp_vision.core.problem import Regularizer, ROTProblem, hide_masked, zero_masked
+from rotp_vision.core.structure import Similarity, apply_factors, similarity_factors
+from rotp_vision.core.weights import StepWeights, require
+
+
+def badmm(
+    problem: ROTProblem,
+    weights: StepWeights,
+    *,
+    regularizer: Regularizer = 'entropic',
+    coupled: bool = False,
+    similarity: Similarity = 'covariance',
+) -> Tensor:
+    """Log plan after T Bregman ADMM modules (paper, Algorithm 2), as published or with coupled marginals.
+
+    The plan is held twice, as P with its row marginal and as S with its column marginal, tied by the dual Z.
+    From log S = log p0 + log q0, Z = 0, a module does
+
+        Y = (X + α0 Σ1 S Σ2ᵀ - Z) / ρ + log S                      entropic; quadratic: α1 S is taken off X
+        log P = log softmax_n(Y) + log μ
+        Y = (Z + α0 Σ1 P Σ2ᵀ + ρ log P) / (α1 + ρ)                 quadratic: (Z + α0 … - α1 P) / ρ + log P
+        log S = log softmax_d(Y) + log η
+        Z = Z + ρ (P - S)
+
+    **As published**, P's rows are held to μ and S's columns to η before μ and η are updated, so their own duals
+    never leave zero, μ = p0 and η = q0 for ever, and α2, α3 have no effect at all: this is a *balanced* solver.
+    They are not read.
+
+    **Coupled**, the penalties ρ KL(P1 | μ) and ρ KL(Sᵀ1 | η) stay inside the two steps, which keeps them closed form;
+    the marginals of P and S become, each to mass one,
+
+        log P1  = ½ (LSE_n(Y) + log μ + z1 / ρ)
+        log Sᵀ1 = (LSE_d(Y) + κ (log η + z2 / ρ)) / (1 + κ)        κ = ρ / (α1 + ρ); quadratic: 1
+        log μ = (α2 log p0 + ρ log P1 - z1) / (α2 + ρ)             and likewise η with α3, q0, Sᵀ1, z2
+
+    and the duals step by the *logarithmic* residual, Z += ρ (log P - log S), z1 += ρ (log μ - log P1), z2 likewise.
+    That has the same fixed point as the residual itself but does not shrink with the entries of the plan (1 / DN):
+    it is the Newton step of the dual under the KL geometry.
+
+    Args:
+        problem: the batch of problems.
+        weights: needs smoothness α1, step ρ, and when coupled feature_penalty α2, sample_penalty α3; takes
+            structure α0.
+        regularizer: R(P) of the objective: 'entropic' or 'quadratic'.
+        coupled: whether the marginal penalties act.
+        similarity: what Σ1 and Σ2 are, see `structural_force`.
+
+    Returns:
+        (B, D, N) log plan P of mass one, -inf on masked samples. Differentiable in features, priors and weights by
+        unrolling.
+    """
+    if regularizer not in ('entropic', 'quadratic'):
+        raise ValueError(f"regularizer must be 'entropic' or 'quadratic', got {regularizer!r}")
+    x, log_p0, log_q0, mask = problem
+    quadratic = regularizer == 'quadratic'
+    used = {'smoothness': weights.smoothness, 'step': weights.step}
+    if coupled:
+        used |= {'feature_penalty': weights.feature_penalty, 'sample_penalty': weights.sample_penalty}
+    modules = require('coupled badmm' if coupled else 'badmm', **used)
+    structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
+    factors = None if weights.structure is None else similarity_factors(problem, similarity)
+
+    log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
+    log_mu, log_eta = log_p0, log_q0
+    log_s = log_p0 + log_q0
+    s = None  # exp(log_s), where a term of it is needed
+    z = z1 = z2 = None  # duals, None while zero
+    for t, ((alpha1, rho, *penalties), alpha0) in enumerate(zip(modules, structures, strict=True)):
+        # P-step
+        force = x if z is None else x - z
+        if s is None and (quadratic or factors is not None):
+            s = hide_masked(log_s, mask).exp()
+        if alpha0 is not None and factors is not None:
+            force = force + alpha0 * apply_factors(*factors, s)
+        if quadratic:
+            force = force - alpha1 * s
+        y = hide_masked(force / rho + log_s, mask)
+        log_row = log_mu  # log P1
+        if coupled:
+            pull = log_mu if z1 is None else log_mu + z1 / rho
+            log_row = (0.5 * (y.logsumexp(2, keepdim=True) + pull)).log_softmax(1)
+        log_p = y.log_softmax(2) + log_row
+        if t + 1 == len(modules):
+            return log_p
+
+        # S-step
+        p = log_p.exp()
+        log_p = zero_masked(log_p, mask)
+        force = rho * log_p if z is None else rho * log_p + z
+        if alpha0 is not None and factors is not None:
+            force = force + alpha0 * apply_factors(*factors, p)
+        if quadratic:
+            force = force - alpha1 * p
+        y = force / (rho if quadratic else alpha1 + rho)
+        log_column = log_eta  # log Sᵀ1
+        if coupled:
+            kappa = 1.0 if quadratic else rho / (alpha1 + rho)
+            pull = log_eta if z2 is None else log_eta + z2 / rho
+            log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
+            log_column = zero_masked(log_column.log_softmax(2), mask)
+        log_s = y.log_softmax(1) + log_column
+        s = hide_masked(log_s, mask).exp() if (factors is not None or quadratic or not coupled) else None
+
+        # Marginals and duals
+        if coupled:
+            alpha2, alpha3 = penalties
+            log_mu, z1 = _marginal_step(log_p0, log_row, z1, alpha2, rho, None)
+            log_eta, z2 = _marginal_step(log_q0, log_column, z2, alpha3, rho, mask)
+            residual = log_p - log_s
+        else:
+            residual = p - s
+        residual = rho * zero_masked(residual, mask)
+        z = residual if z is None else z + residual
+    raise AssertionError('there is at least one module')
+
+
+def _marginal_step(log_prior: Tensor, log_marginal: Tensor, dual: Tensor | None, penalty: Tensor, rho: Tensor, mask):
+    """The next log μ (or log η), and its dual; a vector of mass one, zero on masked samples."""
+    target = penalty * log_prior + rho * log_marginal
+    if dual is not None:
+        target = target - dual
+    dim = 2 if log_prior.shape[1] == 1 else 1
+    log_mu = zero_masked(hide_masked(target / (penalty + rho), mask).log_softmax(dim), mask)
+    residual = rho * (log_mu - log_marginal)
+    return log_mu, residual if dual is None else dual + residual

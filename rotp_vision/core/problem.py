@@ -1,0 +1,161 @@
+"""The data of a batch of regularized optimal transport (ROT) problems, and its objective.
+
+Shapes, used everywhere in this package:
+
+    B   sets in the batch (images)
+    D   features of a sample (channels)
+    N   samples of a set (pixels)
+    T   modules (outer iterations) of a solver
+
+One set is X of shape (D, N); a feature map (B, C, H, W) is (B, D, N) with its last two axes flattened.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rotp_vision.core.structure import Similarity, structural_force
+
+Regularizer = Literal['entropic', 'quadratic']
+
+
+class ROTProblem(NamedTuple):
+    """A checked batch of problems; make it with [`rot_problem`][rotp_vision.core.rot_problem]."""
+
+    features: Tensor  # (B, D, N) in float32 or float64, zero on masked samples
+    log_feature_prior: Tensor  # (B or 1, D) log p0
+    log_sample_prior: Tensor  # (B or 1, N) log q0, zero (not -inf) on masked samples so that gradients stay finite
+    mask: Tensor | None  # (B, 1, N) bool, True on the samples that exist
+
+
+def rot_problem(
+    features: Tensor,
+    *,
+    log_feature_prior: Tensor | None = None,
+    log_sample_prior: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> ROTProblem:
+    """The batch of problems for `features`, checked, in float32 or wider, with normalised priors.
+
+    Args:
+        features: (B, D, N), any floating dtype. Strided views (channels_last maps) are not copied.
+        log_feature_prior: (B, D) or (1, D) log p0 up to a constant (logits are welcome); uniform if None.
+        log_sample_prior: (B, N) or (1, N) log q0 up to a constant; uniform if None.
+        mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
+            on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
+    """
+    _check(features, log_feature_prior, log_sample_prior, mask)
+    dtype = torch.promote_types(features.dtype, torch.float32)
+    x = features.to(dtype)
+    num_features, num_samples = x.shape[1:]
+    if log_feature_prior is None:
+        log_p0 = x.new_zeros(1, num_features).log_softmax(-1)
+    else:
+        log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
+    if log_sample_prior is None:
+        log_q0 = x.new_zeros(1, num_samples)
+    else:
+        log_q0 = log_sample_prior.to(dtype)
+    if mask is None:
+        return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None)
+    # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
+    gone = ~mask
+    log_q0 = log_q0.masked_fill(gone, -torch.inf).log_softmax(-1).masked_fill(gone, 0.0)
+    return ROTProblem(x.masked_fill(gone.unsqueeze(1), 0.0), log_p0, log_q0, mask.unsqueeze(1))
+
+
+def hide_masked(log_values: Tensor, mask: Tensor | None) -> Tensor:
+    """`log_values` (B, D, N) with -inf, the logarithm of no mass, on masked samples."""
+    return log_values if mask is None else log_values.masked_fill(~mask, -torch.inf)
+
+
+def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    """`values` (B, D, N) with zero on masked samples: a finite stand-in for state that nobody may read."""
+    return values if mask is None else values.masked_fill(~mask, 0.0)
+
+
+def normalize_mass(log_plan: Tensor) -> Tensor:
+    """`log_plan` (B, D, N) shifted to mass one per set; exact where its values are large, as max goes first."""
+    return log_plan.flatten(1).log_softmax(-1).view(log_plan.shape)
+
+
+def objective(
+    problem: ROTProblem,
+    log_plan: Tensor,
+    *,
+    smoothness: Tensor | float,
+    feature_penalty: Tensor | float,
+    sample_penalty: Tensor | float,
+    structure: Tensor | float | None = None,
+    regularizer: Regularizer = 'entropic',
+    similarity: Similarity = 'covariance',
+) -> Tensor:
+    """How good a plan is, per set: the ROT objective (paper, eq. for P*_rot), lower is better.
+
+        <-X, P> + α0 <C(X, P), P> + α1 R(P) + α2 KL(P1 | p0) + α3 KL(Pᵀ1 | q0)
+
+    with C(X, P) = -Σ1 P Σ2ᵀ, and R(P) = <P, log P - 1> (entropic) or ||P||² (quadratic).
+
+    Args:
+        problem: the batch of problems.
+        log_plan: (B, D, N) log P, -inf on masked samples.
+        smoothness: α1.
+        feature_penalty: α2.
+        sample_penalty: α3.
+        structure: α0; None leaves the structural term out.
+        regularizer: R.
+        similarity: what Σ1 and Σ2 are, see `structural_force`.
+
+    Returns:
+        (B,) the objective of each set.
+    """
+    x, log_p0, log_q0, mask = problem
+    log_p = zero_masked(log_plan, mask)
+    plan = hide_masked(log_plan, mask).exp()
+    gain = x if structure is None else x + structure * structural_force(problem, plan, similarity)
+    if regularizer == 'entropic':
+        roughness = plan * (log_p - 1)
+    elif regularizer == 'quadratic':
+        roughness = plan.square()
+    else:
+        raise ValueError(f"regularizer must be 'entropic' or 'quadratic', got {regularizer!r}")
+    value = (smoothness * roughness - gain * plan).sum((1, 2))
+    return (
+        value
+        + feature_penalty * _kl(plan.sum(2), log_p0, None)
+        + sample_penalty * _kl(plan.sum(1), log_q0, None if mask is None else mask.squeeze(1))
+    )
+
+
+def _kl(mass: Tensor, log_prior: Tensor, mask: Tensor | None) -> Tensor:
+    """(B,) KL(mass | prior) = <mass, log mass - log prior> - <mass - prior, 1>."""
+    prior = log_prior.exp() if mask is None else log_prior.exp() * mask
+    return (torch.special.xlogy(mass, mass) - mass * log_prior).sum(-1) - mass.sum(-1) + prior.sum(-1)
+
+
+def _check(features: Tensor, log_feature_prior: Tensor | None, log_sample_prior: Tensor | None, mask: Tensor | None):
+    if features.dim() != 3:
+        raise ValueError(f'features must have shape (B, D, N), got {tuple(features.shape)}')
+    if not features.is_floating_point():
+        raise ValueError(f'features must be floating point, got {features.dtype}')
+    batch, num_features, num_samples = features.shape
+    if num_features == 0 or num_samples == 0:
+        raise ValueError(f'features must have at least one feature and one sample, got {tuple(features.shape)}')
+    for name, prior, size in (
+        ('log_feature_prior', log_feature_prior, num_features),
+        ('log_sample_prior', log_sample_prior, num_samples),
+    ):
+        if prior is not None and (prior.dim() != 2 or prior.shape[1] != size or prior.shape[0] not in (1, batch)):
+            raise ValueError(f'{name} must have shape ({batch} or 1, {size}), got {tuple(prior.shape)}')
+    if mask is None:
+        return
+    if mask.shape != (batch, num_samples) or mask.dtype != torch.bool:
+        raise ValueError(
+            f'mask must be a bool tensor of shape ({batch}, {num_samples}), True where a sample exists, '
+            f'got {mask.dtype} of shape {tuple(mask.shape)}'
+        )
+    # Reading values waits for the device, and a traced graph cannot branch on them: only eager CPU tensors are read.
+    if mask.device.type == 'cpu' and not torch.compiler.is_compiling() and not bool(mask.any(1).all()):
+        empty = (~mask.any(1)).nonzero().flatten().tolist()
+        raise ValueError(f'mask must leave at least one sample in every set, got none in set(s) {empty}')

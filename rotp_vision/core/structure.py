@@ -1,0 +1,60 @@
+"""The Gromov-Wasserstein structural term."""
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from rotp_vision.core.problem import ROTProblem
+
+Similarity = Literal['covariance', 'cosine']
+
+
+def structural_force(problem: 'ROTProblem', plan: Tensor, similarity: Similarity = 'covariance') -> Tensor:
+    """Σ1 P Σ2ᵀ = -C(X, P) (paper, eq. "cov"), without ever forming the larger of Σ1 (D, D) and Σ2 (N, N).
+
+    Both are Gram matrices of the centred (or normalised) set, Σ1 = L Lᵀ and Σ2 = Rᵀ R with L, R of shape (D, N), so
+
+        Σ1 P Σ2 = L (Lᵀ P Rᵀ R)   if D > N, else   (L Lᵀ P Rᵀ) R
+
+    which costs O(D N min(D, N)) instead of O(D² N + D N²).
+
+    Args:
+        problem: the batch of problems.
+        plan: (B, D, N) P, zero on masked samples.
+        similarity: 'covariance' (the paper's: Σ1 over samples, Σ2 over features) or 'cosine' (of rows, of columns).
+
+    Returns:
+        (B, D, N), zero on masked samples.
+    """
+    left, right = similarity_factors(problem, similarity)
+    return apply_factors(left, right, plan)
+
+
+def similarity_factors(problem: 'ROTProblem', similarity: Similarity) -> tuple[Tensor, Tensor]:
+    """L and R, both (B, D, N), with Σ1 = L Lᵀ and Σ2 = Rᵀ R; zero on masked samples."""
+    x, mask = problem.features, problem.mask
+    num_features, num_samples = x.shape[1:]
+    if similarity == 'covariance':
+        count = num_samples if mask is None else mask.sum(-1, keepdim=True)
+        left = x - x.sum(-1, keepdim=True) / count
+        if mask is not None:
+            left = left * mask
+        scale = num_samples**-0.5 if mask is None else count**-0.5
+        return left * scale, (x - x.mean(1, keepdim=True)) * num_features**-0.5
+    if similarity == 'cosine':
+        # The smallest normal number under the root keeps the slope at an all-zero row or column finite.
+        tiny = torch.finfo(x.dtype).tiny
+        square = x.square()
+        return x * (square.sum(-1, keepdim=True) + tiny).rsqrt(), x * (square.sum(1, keepdim=True) + tiny).rsqrt()
+    raise ValueError(f"similarity must be 'covariance' or 'cosine', got {similarity!r}")
+
+
+def apply_factors(left: Tensor, right: Tensor, plan: Tensor) -> Tensor:
+    """L Lᵀ P Rᵀ R for factors and plan (B, D, N), in the order that needs no matrix larger than min(D, N)²."""
+    # Half-precision matrix products would lose the plan's small entries.
+    with torch.autocast(plan.device.type, enabled=False):
+        if plan.shape[1] > plan.shape[2]:
+            return left @ ((left.mT @ plan) @ (right.mT @ right))
+        return ((left @ left.mT) @ (plan @ right.mT)) @ right

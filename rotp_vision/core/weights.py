@@ -1,0 +1,82 @@
+"""The weights of a solver's modules."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Weight = float | Sequence[float] | Tensor
+
+
+class StepWeights(NamedTuple):
+    """The weights of T modules, each (T,) and positive; their length *is* the number of modules.
+
+    What a solver does not read may be None: `step` for Sinkhorn, `proximal` for Bregman ADMM, both penalties for the
+    published Bregman ADMM. Without `structure` the structural term is not computed at all.
+    """
+
+    smoothness: Tensor  # α1
+    feature_penalty: Tensor | None = None  # α2
+    sample_penalty: Tensor | None = None  # α3
+    structure: Tensor | None = None  # α0
+    step: Tensor | None = None  # ρ of Bregman ADMM
+    proximal: Tensor | None = None  # τ of the outer Sinkhorn loop
+
+
+def step_weights(
+    num_modules: int,
+    *,
+    smoothness: Weight,
+    feature_penalty: Weight | None = None,
+    sample_penalty: Weight | None = None,
+    structure: Weight | None = None,
+    step: Weight | None = None,
+    proximal: Weight | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> StepWeights:
+    """Weights of `num_modules` modules from numbers (shared or one per module) or tensors, checked.
+
+    Numbers must be positive; of tensors only the shape, () or (num_modules,), is checked, because reading their
+    values would stall the device. `structure=0.0` means no structural term.
+    """
+    if num_modules < 1:
+        raise ValueError(f'num_modules must be at least 1, got {num_modules}')
+    if isinstance(structure, (int, float)) and structure == 0:
+        structure = None
+
+    def expand(name: str, value: Weight | None) -> Tensor | None:
+        if value is None:
+            return None
+        if not isinstance(value, Tensor):
+            numbers = [float(v) for v in value] if isinstance(value, Sequence) else [float(value)]
+            if not all(0 < v < float('inf') for v in numbers):
+                raise ValueError(f'{name} must be positive and finite, got {value}')
+            value = torch.tensor(numbers if isinstance(value, Sequence) else numbers[0], dtype=dtype, device=device)
+        if value.shape not in ((), (num_modules,)):
+            raise ValueError(f'{name} must be one number or {num_modules}, one per module, got {tuple(value.shape)}')
+        return value.expand(num_modules)
+
+    smooth = expand('smoothness', smoothness)
+    assert smooth is not None
+    return StepWeights(
+        smooth,
+        expand('feature_penalty', feature_penalty),
+        expand('sample_penalty', sample_penalty),
+        expand('structure', structure),
+        expand('step', step),
+        expand('proximal', proximal),
+    )
+
+
+def require(solver: str, **weights: Tensor | None) -> list[tuple[Tensor, ...]]:
+    """The given weights module by module; an error names the solver and the weight that is missing."""
+    missing = [name for name, value in weights.items() if value is None]
+    if missing:
+        raise ValueError(f'{solver} needs the weight(s) {", ".join(missing)}, got None')
+    columns = [value.unbind() for value in weights.values() if value is not None]
+    if any(len(column) != len(columns[0]) for column in columns):
+        lengths = {name: len(column) for name, column in zip(weights, columns, strict=True)}
+        raise ValueError(f'the weights of {solver} must have one entry per module each, got lengths {lengths}')
+    return list(zip(*columns, strict=True))
