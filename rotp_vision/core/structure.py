@@ -37,12 +37,11 @@ def similarity_factors(problem: 'ROTProblem', similarity: Similarity) -> tuple[T
     x, mask = problem.features, problem.mask
     num_features, num_samples = x.shape[1:]
     if similarity == 'covariance':
-        count = num_samples if mask is None else mask.sum(-1, keepdim=True)
+        count = num_samples if mask is None else mask.sum(-1, keepdim=True, dtype=x.dtype)
         left = x - x.sum(-1, keepdim=True) / count
         if mask is not None:
             left = left * mask
-        scale = num_samples**-0.5 if mask is None else count**-0.5
-        return left * scale, (x - x.mean(1, keepdim=True)) * num_features**-0.5
+        return left * count**-0.5, (x - x.mean(1, keepdim=True)) * num_features**-0.5
     if similarity == 'cosine':
         # The smallest normal number under the root keeps the slope at an all-zero row or column finite.
         tiny = torch.finfo(x.dtype).tiny
