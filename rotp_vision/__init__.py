@@ -10,10 +10,12 @@ from rotp_vision.layers import (
     ROTSetPool,
     pool_options,
 )
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, freeze, revert, rot_pools
 
 __version__ = '0.1.0'
 
 __all__ = [
+    'FoundPool',
     'GlobalROTPool2d',
     'LocalROTPool2d',
     'MixedROTPool2d',
@@ -21,5 +23,11 @@ __all__ = [
     'ROTPool',
     'ROTSetFusion',
     'ROTSetPool',
+    'convert',
+    'describe',
+    'find_pools',
+    'freeze',
     'pool_options',
+    'revert',
+    'rot_pools',
 ]
