@@ -10,7 +10,7 @@ from rotp_vision.layers import (
     ROTSetPool,
     pool_options,
 )
-from rotp_vision.surgery import FoundPool, convert, describe, find_pools, freeze, revert, rot_pools
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.1.0'
 
@@ -26,6 +26,7 @@ __all__ = [
     'convert',
     'describe',
     'find_pools',
+    'fold_gain',
     'freeze',
     'pool_options',
     'revert',

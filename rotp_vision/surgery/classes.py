@@ -4,7 +4,6 @@ Only the class of the object changes, never the object: hooks, parameters, buffe
 object pickles and copies as its native class and the few facts of `Changes`.
 """
 
-import copyreg
 import functools
 import inspect
 from typing import Any, NamedTuple
@@ -71,8 +70,7 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
 
 
 def _reduce(self: nn.Module, protocol: int) -> tuple:
-    rebuild, _, state, *rest = object.__reduce_ex__(self, max(protocol, 2))
-    assert rebuild is copyreg.__newobj__
+    _, _, state, *rest = native_class(self).__reduce_ex__(self, max(protocol, 2))
     return (_rebuild, (native_class(self), changes_of(self)), state, *rest)
 
 

@@ -56,14 +56,16 @@ def convert(
         ['global_pool']
     """
     _refuse_wrapped(model)
-    options = pool_options(pool)
-    if start is not None:
-        options = pool_options(options, start=start)
-    chosen = _choose(find_pools(model, example_input), where)
-    for found in chosen:
-        _place(model, found, _new_pool(model, found, options))
+    options = pool_options(pool) if start is None else pool_options(pool, start=start)
+    replace_pools(model, find_pools(model, example_input), options, where)
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
+
+
+def replace_pools(model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]):
+    """What `convert` does once the pools of the model are found."""
+    for pool in _choose(found, where):
+        _place(model, pool, _new_pool(model, pool, options))
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -164,7 +166,9 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     elif found.kind == 'global':
         # A method that pools by itself gets the map with its axes kept, whatever it makes of them.
         flatten = found.output == 'flatten' and (found.host is None or found.host.family)
-        pool = GlobalROTPool2d(options, channels, flatten=flatten, input_fmt=found.layout)
+        pool = GlobalROTPool2d(
+            options, channels, flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW'
+        )
     else:
         native: Any = model.get_submodule(found.path)
         pool = LocalROTPool2d(
@@ -253,7 +257,7 @@ def _owners(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _move_before(parent: nn.Module, name: str, other: str):
-    """Children keep their order but `name`, which goes before `other`: optimizers read it, the classifier stays last."""
+    """Children keep their order but `name`, which goes before `other`: the classifier's parameters stay last."""
     children: dict[str, nn.Module | None] = dict(parent._modules)
     moved = children.pop(name)
     parent._modules.clear()

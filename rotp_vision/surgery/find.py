@@ -176,7 +176,7 @@ def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout
 def _module_pool(call: Call) -> FoundPool:
     if isinstance(call.module, ROTPool):
         reason = 'it is a ROT pool already; revert(model) gives the native network back'
-        layout, reduction, flat = getattr(call.module, 'input_fmt', 'NLC'), 'other', True
+        layout, reduction, flat = '', 'other', True
     else:
         layout, reduction, flat = _reduction(call)
         reason = (

@@ -5,7 +5,6 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import change, changes_of
 from rotp_vision.surgery.convert import rot_pools
 
@@ -56,13 +55,15 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
 
 
 def rest_frozen(model: nn.Module, mode: bool):
-    """Evaluation mode for every module but those that have trainable parameters of their own."""
+    """Evaluation mode for every module but the ROT pools and those with trainable parameters of their own."""
     model.__dict__[_MODE] = mode
     for module in model.modules():
         module.training = False
     for module in model.modules():
-        if isinstance(module, ROTPool) or any(p.requires_grad for p in module.parameters(recurse=False)):
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             module.training = mode
+    for pool in rot_pools(model).values():
+        pool.train(mode)
 
 
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
