@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
@@ -171,6 +172,7 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
         )
     else:
         native: Any = model.get_submodule(found.path)
+        same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # which pads before it averages
         pool = LocalROTPool2d(
             options,
             channels,
@@ -179,7 +181,8 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
             padding=native.padding,
             dilation=getattr(native, 'dilation', 1),
             ceil_mode=native.ceil_mode,
-            same=type(native).__name__.endswith('Same'),
+            same=same,
+            count_include_pad=found.reduction == 'mean' and (native.count_include_pad or same),
         )
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
