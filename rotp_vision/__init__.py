@@ -10,6 +10,7 @@ from rotp_vision.layers import (
     ROTSetPool,
     pool_options,
 )
+from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.1.0'
@@ -20,6 +21,7 @@ __all__ = [
     'LocalROTPool2d',
     'MixedROTPool2d',
     'PoolOptions',
+    'ROTPResNet',
     'ROTPool',
     'ROTSetFusion',
     'ROTSetPool',
