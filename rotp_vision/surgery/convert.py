@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from timm.models._features_fx import register_notrace_module
 from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
@@ -18,6 +19,10 @@ Where = Literal['global', 'local', 'all']
 
 # The temperature at which pooling is all but the maximum, against values whose spread is about one.
 MAX_START = 0.01
+
+
+# Its forward reads shapes in Python, which symbolic tracing cannot follow: to fx it is a leaf, as the others are.
+register_notrace_module(ROTSetPool)
 
 
 class Replaced(NamedTuple):

@@ -106,10 +106,9 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
     candidates = sorted(outermost + functions, key=lambda call: call.time)
     pools = [call for call in candidates if not call.method or _reduction(call)[1] != 'other']
     if not pools:
-        return [(trace.time, _no_pool(trace, candidates))]
+        return [(trace.time, _no_pool(model, trace, candidates))]
     final = pools[-1]
-    same_map = [call for call in pools if call.input() is not None and call.input() is final.input()]
-    same_map = same_map or [final]
+    same_map = [call for call in pools if call.source == final.source]
     runs = sum(path == final.path for _, path, *_ in trace.ran)
     found = []
     for call in same_map:
@@ -175,7 +174,7 @@ def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout
 
 def _module_pool(call: Call) -> FoundPool:
     if isinstance(call.module, ROTPool):
-        reason = 'it is a ROT pool already; revert(model) gives the native network back'
+        reason = 'it is a ROT pool already; revert(model) first if convert put it there'
         layout, reduction, flat = '', 'other', True
     else:
         layout, reduction, flat = _reduction(call)
@@ -242,7 +241,7 @@ def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
     return not own and getattr(model, 'num_classes', None) == call.input_shape[1]
 
 
-def _no_pool(trace: Trace, candidates: list[Call]) -> FoundPool:
+def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPool:
     """What stands in the place of a global pool, and why it is none."""
     attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
     last = candidates[-1] if candidates else None
@@ -257,7 +256,7 @@ def _no_pool(trace: Trace, candidates: list[Call]) -> FoundPool:
             'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
             'gets one by num_classes=…, global_pool="avg"'
         )
-    elif last.name in ('__getitem__', 'select', 'narrow', 'unbind'):
+    elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
         path, old = last.path, 'class token'
         reason = (
             'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '

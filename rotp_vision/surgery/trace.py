@@ -23,7 +23,7 @@ class Call(NamedTuple):
     method: str  # the calling method of a function; '' for a module
     name: str  # of the function; '' for a module
     run: Callable[[Tensor], Any]  # the same call on another tensor
-    input: weakref.ref
+    source: int  # a number for the tensor that went in: the same for the same tensor
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
     device: torch.device
@@ -46,6 +46,7 @@ class Trace(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.calls: list[Call] = []
         self.ran: list[tuple[int, str, nn.Module, Any, Any]] = []  # time, path, module, input shape, output shape
+        self._sources: list[weakref.ref] = []
         self.time = 0
         self.last_spatial = 0
 
@@ -85,12 +86,19 @@ class Trace(TorchFunctionMode):
                 method,
                 name,
                 run,
-                weakref.ref(source),
+                self._number(source),
                 tuple(source.shape),
                 tuple(out.shape),
                 source.device,
             )
         )
+
+    def _number(self, source: Tensor) -> int:
+        for number, known in enumerate(self._sources):
+            if known() is source:
+                return number
+        self._sources.append(weakref.ref(source))
+        return len(self._sources) - 1
 
     def _calling_method(self) -> tuple[nn.Module, str] | None:
         """The innermost method of a module of the model on the stack."""
