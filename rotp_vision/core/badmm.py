@@ -65,13 +65,11 @@ def badmm(
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
     log_mu, log_eta = log_p0, log_q0
     log_s = log_p0 + log_q0
-    s = None  # exp(log_s), where a term of it is needed
+    s = hide_masked(log_s, mask).exp()
     z = z1 = z2 = None  # duals, None while zero
     for t, ((alpha1, rho, *penalties), alpha0) in enumerate(zip(modules, structures, strict=True)):
         # P-step
         force = x if z is None else x - z
-        if s is None and (quadratic or factors is not None):
-            s = hide_masked(log_s, mask).exp()
         if alpha0 is not None and factors is not None:
             force = force + alpha0 * apply_factors(*factors, s)
         if quadratic:
@@ -101,7 +99,8 @@ def badmm(
             log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
             log_column = zero_masked(log_column.log_softmax(2), mask)
         log_s = y.log_softmax(1) + log_column
-        s = hide_masked(log_s, mask).exp() if (factors is not None or quadratic or not coupled) else None
+        if quadratic or not coupled or factors is not None:
+            s = hide_masked(log_s, mask).exp()
 
         # Marginals and duals
         if coupled:
