@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import Solver, rot_pool, rot_problem, step_weights
+from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
 
 SHAPES = [(32, 512, 49), (32, 2048, 49)]
 NUM_MODULES = 4
@@ -25,7 +25,7 @@ def candidates() -> dict[str, Callable[[Tensor], Tensor]]:
 
     def pooling(solver: Solver, num_modules: int, **weights: float) -> Callable[[Tensor], Tensor]:
         tensors = {name: torch.full((num_modules,), value, requires_grad=True) for name, value in weights.items()}
-        steps = step_weights(num_modules, **tensors)
+        steps = StepWeights(**tensors)
 
         def run(maps: Tensor) -> Tensor:
             x = maps.flatten(2)
