@@ -143,11 +143,8 @@ def _global_pool(model: nn.Module) -> tuple[str, GlobalROTPool2d]:
 
 def _at_temperature(options: PoolOptions, view: View, temperature: float) -> PoolOptions:
     """The options at one temperature, other weights as given or next to the mean, without what training adds."""
-    weights = {'smoothness': temperature}
-    if options.solver != 'sinkhorn':
-        weights['step'] = temperature * options.modules
-    elif options.modules > 1:
-        weights['proximal'] = temperature
+    times = {'smoothness': 1, 'step': options.modules, 'proximal': 1}
+    weights = {name: temperature * times[name] for name in options.starting_weights() if name in times}
     return replace(options, start='mean', view=view, gain='off', prior='uniform', prior_width=None, **weights)
 
 
@@ -218,7 +215,7 @@ class _Head:
 
     def _run(self, pooled: Tensor) -> Tensor:
         # The network runs on a small stand-in; a hook puts the pooled features in the place of the pool's output.
-        pooled = pooled.to(self.pool.weights.smoothness.beta.dtype)
+        pooled = pooled.to(next(self.model.parameters()).dtype)
         hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled))
         try:
             if not hasattr(self.model, 'forward_head'):
