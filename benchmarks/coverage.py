@@ -49,7 +49,10 @@ def main():
     args = parser.parse_args()
     warnings.filterwarnings('ignore')
 
-    names = [*timm.list_models(exclude_filters='*_rotp*'), *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models))]
+    names = [
+        *timm.list_models(exclude_filters='*_rotp*'),
+        *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models)),
+    ]
     counted = _continue(args.results, fnmatch.filter(names, args.filter)[: args.limit], count_one, 'converting')
     runs = None
     if args.groups:
@@ -104,7 +107,8 @@ def count_one(name: str) -> dict:
             ran = run_of_pools(model, lambda: model(*inputs))
         output = ran.pop('output')
         assert all(count == 1 for count in ran.values()), ran
-        assert output.shape == (inputs[0].shape[0], getattr(model, 'num_classes', 1000)), output.shape
+        classes = getattr(model, 'num_classes', 1000) or output.shape[-1]  # none: the pooled features
+        assert output.shape == (inputs[0].shape[0], classes), output.shape
     except Exception as error:
         known = [pool for pool in pools if pool.kind != 'local'] if 'pools' in locals() else []
         refused = isinstance(error, ValueError) and known

@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import nn
 
-from rotp_vision import find_pools
+from rotp_vision import convert, find_pools
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
@@ -92,18 +92,17 @@ class Headed(Own):
         return self.classify(x.mean((2, 3)))
 
 
-class NormFirst(Own):
-    def forward(self, x):
-        return self.head(self.features(x))
+class Arranging(Headed):
+    def head(self, x):
+        return self.classify(x.permute(0, 2, 3, 1).flatten(1, -2).mean(1))
 
+
+class NormFirst(Headed):
     def head(self, x):
         return self.classify(x.relu().mean((2, 3)))
 
 
-class TwoWays(Own):
-    def forward(self, x):
-        return self.head(self.features(x))
-
+class TwoWays(Headed):
     def head(self, x):
         return self.classify(x.mean((2, 3)) + x.amax((2, 3)))
 
@@ -119,9 +118,16 @@ class Median(nn.Module):
         return x.flatten(2).median(2).values
 
 
-def test_a_method_that_pools_its_argument():
-    (pool,) = outer(Headed(), torch.randn(2, 3, 16, 16))
-    assert (pool.path, pool.replaceable, pool.old) == ('rot_pool', True, 'mean in Headed.head')
+@pytest.mark.parametrize('network', [Headed, Arranging])
+def test_a_method_that_pools_its_argument(network):
+    model, x = network().eval(), torch.randn(2, 3, 16, 16)
+    (pool,) = outer(model, x)
+    assert (pool.path, pool.replaceable, pool.old) == ('rot_pool', True, f'mean in {network.__name__}.head')
+    assert (pool.kind, pool.layout, pool.input_shape) == ('global', 'NCHW', (2, 8, 8, 8))
+    native = model(x)
+    convert(model, example_input=x)
+    model.rot_pool.set_weights(smoothness=1e7)
+    torch.testing.assert_close(model(x), native, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
