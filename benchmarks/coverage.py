@@ -12,7 +12,6 @@ import collections
 import contextlib
 import copy
 import fnmatch
-import gc
 import json
 import pickle
 import warnings
@@ -77,7 +76,6 @@ def _continue(path: Path, names: list[str], work, what: str) -> list[dict]:
             results[name] = {'name': name, **work(name)}
             file.write(json.dumps(results[name]) + '\n')
             file.flush()
-            gc.collect()
     return [results[name] for name in names]
 
 

@@ -61,7 +61,7 @@ def convert(
         >>> list(rotp_vision.rot_pools(model))
         ['global_pool']
     """
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     options = pool_options(pool) if start is None else pool_options(pool, start=start)
     replace_pools(model, find_pools(model, example_input), options, where)
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
@@ -70,8 +70,9 @@ def convert(
 
 def replace_pools(model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]):
     """What `convert` does once the pools of the model are found."""
-    for pool in _choose(found, where):
-        _place(model, pool, _new_pool(model, pool, options))
+    new = [(pool, _new_pool(model, pool, options)) for pool in _choose(found, where)]
+    for pool, rot_pool in new:
+        _place(model, pool, rot_pool)
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -130,11 +131,12 @@ def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
         _place(model, replaced.pool._replace(path=path), pool)
 
 
-def _refuse_wrapped(model: nn.Module):
+def refuse_wrapped(model: nn.Module):
+    """Raise if the model is inside something that has made a list of its parameters already."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
         raise ValueError(
-            f'convert the model itself before it is wrapped or compiled, got {type(model).__name__}; '
-            'the wrapper would not know the new parameters'
+            f'convert and freeze the model itself before it is wrapped or compiled, got {type(model).__name__}: the '
+            'wrapper would not know the new parameters'
         )
 
 
@@ -192,7 +194,8 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
         pool.to(like.device, like.dtype)
-    return pool
+    beside = found.path if found.host is None else found.path.rpartition('.')[0]
+    return pool.train(model.get_submodule(beside).training)
 
 
 def _next_to_max(options: PoolOptions) -> PoolOptions:
@@ -226,11 +229,9 @@ def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
     native = None
     if found.host is None:
         native = getattr(parent, name)
-        pool.train(native.training)
         for owner, alias in _places(model, native):
             setattr(owner, alias, pool)
     else:
-        pool.train(parent.training)
         setattr(parent, NEW_POOL, pool)
         _move_before(parent, NEW_POOL, found.host.before)
         change(parent, host=found.host)

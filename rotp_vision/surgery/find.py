@@ -52,7 +52,7 @@ def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) ->
     inputs = example_inputs(model, example_input)
     try:
         trace = watch(model, inputs)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+    except Exception as error:  # of the model's own making
         shape = tuple(inputs[0].shape)
         raise ValueError(
             f'the model did not run on an example of shape {shape}; give example_input=…, an input that it takes '
@@ -253,7 +253,8 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         path, old = '', 'no pooling'
         reason = (
             'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
-            'gets one by num_classes=…, global_pool="avg"'
+            'gets one by num_classes=…, global_pool="avg"; an example_input that is larger helps if the map has but '
+            'one pixel'
         )
     elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
         path, old = last.path, 'class token'

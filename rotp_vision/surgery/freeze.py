@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from rotp_vision.surgery.classes import change, changes_of
-from rotp_vision.surgery.convert import rot_pools
+from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -28,6 +28,7 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
+    refuse_wrapped(model)
     learning = _learning_modules(model, train)
     if not changes_of(model).frozen:
         model.__dict__[_FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}

@@ -22,6 +22,7 @@ def test_a_new_classifier_keeps_the_trained_pool(name):
     for reset in (lambda m: m.reset_classifier(7), lambda m: m.reset_classifier(5, global_pool='rotp')):
         reset(model)
         assert rot_pools(model) == {CASES[name].path: pool}
+        assert not pool.training
         assert model(x).shape == (2, model.num_classes)
     again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     again.reset_classifier(3)

@@ -104,6 +104,7 @@ def test_data_parallel(tmp_path):
         (Own(), 'pool', r'no ROT pool to train; convert\(model\) first'),
         (Own(), 'head', 'train must be one of pool, pool\\+classifier, all'),
         (convert(timm.create_model('test_resnet', num_classes=0)), 'pool+classifier', 'no classifier to train'),
+        (nn.DataParallel(convert(timm.create_model('test_resnet'))), 'pool', 'before it is wrapped'),
         (convert(timm.create_model('test_resnet'), {'learn': 'fixed'}), 'pool', "learn='fixed'"),
     ],
 )
