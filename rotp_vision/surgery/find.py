@@ -107,12 +107,11 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
     pools = [call for call in candidates if not call.method or _probe(call.run, call.input_shape)[1] != 'other']
     if not pools:
         return [(trace.time, _no_pool(model, trace, candidates))]
-    final = pools[-1]
-    same_map = [call for call in pools if call.source == final.source]
-    runs = sum(path == final.path for _, path, *_ in trace.ran)
-    found = []
-    for call in same_map:
-        pool = _module_pool(call) if not call.method else _function_pool(model, trace, inputs, call, len(same_map))
+    in_methods = sum(bool(call.method) for call in pools)
+    found = {}
+    for call in pools:
+        pool = _function_pool(model, trace, inputs, call, in_methods) if call.method else _module_pool(call)
+        runs = sum(path == call.path for _, path, *_ in trace.ran)
         if not call.method and runs > 1:
             pool = pool._replace(replaceable=False, reason=f'{call.path} runs {runs} times in one forward pass')
         if pool.replaceable and _pools_class_maps(model, trace, call):
@@ -120,8 +119,8 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
                 reason='it pools class maps, not features: what follows it is the output itself. If you mean it, name '
                 f'it: where=[{pool.path!r}]'
             )
-        found.append((call.time, pool))
-    return found
+        found[pool.path] = call.time, pool
+    return list(found.values())
 
 
 def _inside(path: str, other: str) -> bool:
@@ -185,14 +184,14 @@ def _module_pool(call: Call) -> FoundPool:
     return FoundPool(call.path, kind, old, call.input_shape, layout, output, not reason, reason, reduction)
 
 
-def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, siblings: int) -> FoundPool:
+def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in_methods: int) -> FoundPool:
     layout, reduction, flat = _probe(call.run, call.input_shape)
     cls = native_class(call.module)
     old = f'{call.name} in {cls.__name__}.{call.method}'
     shape = call.input_shape
     host, reason = None, ''
-    if siblings > 1:
-        reason = f'{cls.__name__}.{call.method} reduces the same map in {siblings} ways'
+    if in_methods > 1:
+        reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot stand for all'
     elif FAMILY_METHODS.get(cls) == call.method:
         host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
     elif native_method(cls, call.method) is None:

@@ -1,7 +1,6 @@
 """Watching one forward pass: where maps and tokens become single vectors."""
 
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ class Call(NamedTuple):
     method: str  # the calling method of a function; '' for a module
     name: str  # of the function; '' for a module
     run: Callable[[Tensor], Any]  # the same call on another tensor
-    source: int  # a number for the tensor that went in: the same for the same tensor
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
-    device: torch.device
 
 
 def is_spatial(tensor: Any, batch: int) -> bool:
@@ -46,7 +43,6 @@ class Trace(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.calls: list[Call] = []
         self.ran: list[tuple[int, str, nn.Module, Any, Any]] = []  # time, path, module, input shape, output shape
-        self._sources: list[weakref.ref] = []
         self.time = 0
         self.last_spatial = 0
 
@@ -86,27 +82,18 @@ class Trace(TorchFunctionMode):
                 method,
                 name,
                 run,
-                self._number(source),
                 tuple(source.shape),
                 tuple(out.shape),
-                source.device,
             )
         )
-
-    def _number(self, source: Tensor) -> int:
-        for number, known in enumerate(self._sources):
-            if known() is source:
-                return number
-        self._sources.append(weakref.ref(source))
-        return len(self._sources) - 1
 
     def _calling_method(self) -> tuple[nn.Module, str] | None:
         """The innermost method of a module of the model on the stack."""
         frame = sys._getframe(2)
         while frame is not None:
-            owner = frame.f_locals.get('self')
-            if isinstance(owner, nn.Module) and id(owner) in self.paths:
-                return owner, frame.f_code.co_name
+            owner, name = frame.f_locals.get('self'), frame.f_code.co_name
+            if isinstance(owner, nn.Module) and id(owner) in self.paths and not name.startswith('<'):  # comprehensions
+                return owner, name
             frame = frame.f_back
         return None
 

@@ -61,6 +61,13 @@ class Both(Own):
         return self.classify(torch.cat([self.squash(x), self.most(x)], 1).flatten(1))
 
 
+class TwoScales(Both):
+    def forward(self, x):
+        x = self.features(x)
+        y = x[:, :, ::2, ::2]
+        return self.classify(torch.cat([self.squash(x), self.most(y)], 1).flatten(1))
+
+
 @pytest.mark.parametrize(
     ('model', 'paths', 'reductions'),
     [
@@ -69,8 +76,9 @@ class Both(Own):
         (Own(nn.Sequential(nn.ReLU(), nn.AvgPool2d(8))), ['squash.1'], ['mean']),
         (Own(nn.AdaptiveMaxPool2d(1)), ['squash'], ['max']),
         (Both(), ['squash', 'most'], ['mean', 'max']),
+        (TwoScales(), ['squash', 'most'], ['mean', 'max']),
     ],
-    ids=['squeeze and excitation', 'own module', 'full window', 'max', 'two of one map'],
+    ids=['squeeze and excitation', 'own module', 'full window', 'max', 'two of one map', 'two maps'],
 )
 def test_pools_of_own_models(model, paths, reductions):
     pools = outer(model, torch.randn(2, 3, 16, 16))
@@ -135,7 +143,7 @@ def test_a_method_that_pools_its_argument(network):
     [
         (Functional(), 'mean in Functional.forward', r'self\.pool = nn\.AdaptiveAvgPool2d\(1\)'),
         (NormFirst(), 'mean in NormFirst.head', 'computed itself'),
-        (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'in 2 ways'),
+        (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'one of 2 poolings'),
         (Twice(), 'AdaptiveAvgPool2d', 'runs 2 times'),
         (Own(Median()), 'Median', 'neither the mean nor the maximum'),
     ],
