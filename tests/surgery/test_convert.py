@@ -305,6 +305,22 @@ def test_errors_name_what_to_do(maker, arguments, message):
     assert list(model.state_dict()) == keys
 
 
+class Elsewhere(Own):
+    def __init__(self):
+        super().__init__()
+        self.pools = (self.squash,)
+
+    def forward(self, x):
+        return self.classify(self.pools[0](self.features(x)).flatten(1))
+
+
+def test_a_pool_that_is_called_by_another_reference():
+    model, x = Elsewhere(), torch.randn(2, 3, 16, 16)
+    with pytest.raises(ValueError, match='cannot replace squash: .* another reference'):
+        convert(model, example_input=x)
+    assert type(model.squash) is nn.AdaptiveAvgPool2d
+
+
 def test_nothing_to_revert():
     with pytest.raises(ValueError, match='no converted pool'):
         revert(timm.create_model('resnet18_rotp'))
