@@ -316,7 +316,7 @@ class Elsewhere(Own):
 
 def test_a_pool_that_is_called_by_another_reference():
     model, x = Elsewhere(), torch.randn(2, 3, 16, 16)
-    with pytest.raises(ValueError, match='cannot replace squash: .* another reference'):
+    with pytest.raises(ValueError, match=r'cannot replace squash: .* another reference'):
         convert(model, example_input=x)
     assert type(model.squash) is nn.AdaptiveAvgPool2d
 
