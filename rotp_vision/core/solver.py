@@ -2,9 +2,11 @@
 
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
+from rotp_vision.core.fast_badmm import badmm_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.sinkhorn import sinkhorn
@@ -12,7 +14,9 @@ from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
+Backend = Literal['auto', 'torch', 'reference']
 SOLVERS: tuple[SolverName, ...] = get_args(SolverName)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class Solver(NamedTuple):
@@ -22,6 +26,7 @@ class Solver(NamedTuple):
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
+    backend: Backend = 'auto'  # of rot_pool: 'auto' takes an explicit operator where there is one
 
 
 def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
@@ -37,6 +42,31 @@ def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
 def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     """(B, D) pooled `features` (B, D, N), in their dtype: `pool(features, solve(problem, weights, solver))`.
 
-    `problem.features` is what the plan sees, `features` what is averaged.
+    `problem.features` is what the plan sees, `features` what is averaged; hand over the same tensor where they are one.
+
+    The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
+    'reference' is the formula above under autograd; 'auto' is 'torch' where there is such an operator.
     """
-    return pool(features, solve(problem, weights, solver))
+    if solver.backend not in BACKENDS:
+        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
+    explicit = has_explicit(weights, solver)
+    if solver.backend == 'torch' and not explicit:
+        raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
+    if solver.backend == 'reference' or not explicit:
+        return pool(features, solve(problem, weights, solver))
+    if features.shape != problem.features.shape:
+        raise ValueError(
+            'features must have the shape of the features of the problem, '
+            f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
+        )
+    x, log_p0, log_q0, mask = problem
+    if mask is not None:
+        log_q0 = log_q0.masked_fill(~mask.squeeze(1), -torch.inf)
+    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
+    averaged = None if features is x else features
+    return badmm_pool(averaged, x, log_p0, log_q0, weights, solver.name == 'badmm-q')
+
+
+def has_explicit(weights: StepWeights, solver: Solver) -> bool:
+    """Whether there is an operator with explicit backward for this solver."""
+    return solver.name in ('badmm-e', 'badmm-q') and not solver.coupled and weights.structure is None
