@@ -7,6 +7,8 @@ from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
 from rotp_vision.core.fast_badmm import badmm_pool
+from rotp_vision.core.fast_coupled import coupled_badmm_pool
+from rotp_vision.core.fast_sinkhorn import sinkhorn_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.sinkhorn import sinkhorn
@@ -64,9 +66,15 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), -torch.inf)
     log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
     averaged = None if features is x else features
+    if solver.name == 'sinkhorn':
+        return sinkhorn_pool(averaged, x, log_p0, log_q0, weights, solver.num_inner)
+    if solver.coupled:
+        return coupled_badmm_pool(averaged, x, log_p0, log_q0, weights)
     return badmm_pool(averaged, x, log_p0, log_q0, weights, solver.name == 'badmm-q')
 
 
 def has_explicit(weights: StepWeights, solver: Solver) -> bool:
     """Whether there is an operator with explicit backward for this solver."""
-    return solver.name in ('badmm-e', 'badmm-q') and not solver.coupled and weights.structure is None
+    if solver.name == 'sinkhorn':
+        return weights.structure is None and weights.proximal is None
+    return weights.structure is None and not (solver.coupled and solver.name == 'badmm-q')
