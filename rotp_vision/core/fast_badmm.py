@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, register
-from rotp_vision.core.scratch import Scratch, inner, softmax_
+from rotp_vision.core.scratch import Scratch, exponentials, inner
 from rotp_vision.core.weights import StepWeights, require
 
 
@@ -39,6 +39,7 @@ class _Module(NamedTuple):
 def _run(inputs: Inputs, x: Tensor, scratch: Scratch, quadratic: bool, kept: list[_Module] | None) -> _Module:
     """Run the modules and return the last, which ends at Q; with `kept` the others are left there."""
     _, _, log_p0, log_q0, coefficients = inputs
+    over = scratch.over
     p0, q0 = log_p0.exp(), log_q0.exp()
     modules = coefficients.unbind(1)
     # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
@@ -48,42 +49,50 @@ def _run(inputs: Inputs, x: Tensor, scratch: Scratch, quadratic: bool, kept: lis
     row = column = None
     for k, (beta, kappa, rho, *rest) in enumerate(modules):
         # P-step
-        row = scratch.take() if row is None or kept is not None else row
-        torch.addcmul(v, x, betas[k], out=row)
+        row = torch.addcmul(v, x, betas[k], out=scratch.take() if row is None or kept is not None else over(row))
         if z is not None:
-            row.addcmul_(z, -rho.reciprocal())
+            row = torch.addcmul(row, z, -rho.reciprocal(), out=over(row))
         if quadratic:
-            if m is None:
+            if m is None or column is None:
                 m = torch.mul(-rest[0] * p0, q0, out=scratch.take())
             else:
-                m.addcmul_(column, -rest[0] * q0)
-            row.add_(m)
-        u = log_p0 - softmax_(row, 2)
+                m = torch.addcmul(m, column, -rest[0] * q0, out=over(m))
+            row = torch.add(row, m, out=over(row))
+        row, lse = _softmax(row, 2, scratch)
+        u = log_p0 - lse
         if k + 1 == len(modules):
             return _Module(row, z, row, u)
         # S-step
-        column = scratch.take() if column is None or kept is not None else column
-        torch.addcmul(kappa * u, x, kappa * beta, out=column)
-        if quadratic:
-            column.add_(m.addcmul_(row, -rest[0] * p0))
-        v = log_q0 - softmax_(column, 1)
+        out = scratch.take() if column is None or kept is not None else over(column)
+        column = torch.addcmul(kappa * u, x, kappa * beta, out=out)
+        if m is not None:
+            m = torch.addcmul(m, row, -rest[0] * p0, out=over(m))
+            column = torch.add(column, m, out=over(column))
+        column, lse = _softmax(column, 1, scratch)
+        v = log_q0 - lse
         # Dual
         before = z
         if z is None:
             z = torch.mul(row, rho * p0, out=scratch.take())
         else:
-            z = torch.addcmul(z, row, rho * p0, out=z if kept is None else scratch.take())
-        z.addcmul_(column, -rho * q0)
+            z = torch.addcmul(z, row, rho * p0, out=over(z) if kept is None else scratch.take())
+        z = torch.addcmul(z, column, -rho * q0, out=over(z))
         if kept is not None:
             kept.append(_Module(row, before, column, u))
     raise AssertionError('there is at least one module')
 
 
+def _softmax(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """The softmax over y along `dim`, and the log-sum-exp, `dim` kept."""
+    y, top, total = exponentials(y, dim, scratch)
+    return torch.mul(y, total.reciprocal(), out=scratch.over(y)), top + total.log()
+
+
 def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool) -> Tensor:
     x = scratch.load(inputs.x)
     last = _run(inputs, x, scratch, quadratic, None)
-    features = x if inputs.features is None else inputs.features
-    return last.row.mul_(features).sum(2, keepdim=True)
+    features = x if inputs.features is None else scratch.load(inputs.features)
+    return torch.mul(last.row, features, out=scratch.over(last.row)).sum(2, keepdim=True)
 
 
 def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, quadratic: bool) -> Gradients:
@@ -188,13 +197,13 @@ def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, quad
     )
 
 
-_badmm_pool = register('badmm_pool', _forward, _backward, ', bool quadratic')
+register('badmm_pool', _forward, _backward, ', bool quadratic')
 
 
 def badmm_pool(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, quadratic: bool
 ) -> Tensor:
-    """(B, D) `features` pooled by the published Bregman ADMM; see `fast_badmm`'s module docstring.
+    """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
     Args:
         features: (B, D, N) what is averaged; None where it is x.
@@ -204,15 +213,16 @@ def badmm_pool(
         weights: smoothness and step are read.
         quadratic: whether the smoothness is quadratic.
     """
-    betas, kappas, roughness = [], [], []
-    before = x.new_zeros(())
-    for alpha1, rho in require('badmm', smoothness=weights.smoothness, step=weights.step):
-        kappas.append(torch.ones_like(rho) if quadratic else rho / (alpha1 + rho))
-        betas.append(rho.reciprocal() + before)
-        roughness.append(alpha1 / rho)
-        before = kappas[-1] * betas[-1]
-    assert weights.step is not None
-    rows = [torch.stack(betas), torch.stack(kappas), weights.step]
+    if not torch.jit.is_scripting():
+        require('badmm', smoothness=weights.smoothness, step=weights.step)
+    smoothness, step = weights.smoothness, weights.step
+    assert step is not None
+    kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
+    betas = [step[0].reciprocal()]
+    for k in range(1, step.shape[0]):
+        betas.append(step[k].reciprocal() + kappas[k - 1] * betas[k - 1])
+    rows = [torch.stack(betas), kappas, step]
     if quadratic:
-        rows.append(torch.stack(roughness))
-    return _badmm_pool(features, x, log_p0, log_q0, torch.stack(rows).to(x.dtype), quadratic)
+        rows.append(smoothness / step)
+    coefficients = torch.stack(rows).to(x.dtype)
+    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)

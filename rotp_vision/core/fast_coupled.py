@@ -60,13 +60,13 @@ def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs) -> G
     return tape.gradients(*_run(tape, inputs.coefficients.shape[1]), grad)
 
 
-_coupled_pool = register('coupled_badmm_pool', _forward, _backward)
+register('coupled_badmm_pool', _forward, _backward)
 
 
 def coupled_badmm_pool(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights
 ) -> Tensor:
-    """(B, D) `features` pooled by the coupled Bregman ADMM with entropic smoothness.
+    """(B, D) `features` pooled by the coupled Bregman ADMM with entropic smoothness. Can be scripted.
 
     Args:
         features: (B, D, N) what is averaged; None where it is x.
@@ -75,24 +75,32 @@ def coupled_badmm_pool(
         log_q0: (B, N), -inf on masked samples.
         weights: smoothness, feature_penalty, sample_penalty and step are read.
     """
-    columns = []
-    scale_s = before1 = before2 = before3 = before_rho = torch.zeros_like(weights.smoothness[0])
-    for alpha1, alpha2, alpha3, rho in require(
-        'coupled badmm',
-        smoothness=weights.smoothness,
-        feature_penalty=weights.feature_penalty,
-        sample_penalty=weights.sample_penalty,
-        step=weights.step,
-    ):
-        kappa, keep_u = rho / (alpha1 + rho), before1 / (alpha1 + rho)
-        scale_p = rho.reciprocal() + (1 - before1 / rho) * scale_s
-        scale_s = kappa * scale_p + keep_u * scale_s
-        speed, share = before_rho / rho, kappa / (1 + kappa)
-        column = [scale_p, scale_s, 1 + speed, -speed]
-        column += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
-        column += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
-        for alpha, before in ((alpha2, before2), (alpha3, before3)):
-            column += [(alpha - before) / (alpha + rho), before / (alpha + rho), rho / (alpha + rho)]
-        columns.append(torch.stack(column))
-        before1, before2, before3, before_rho = alpha1, alpha2, alpha3, rho
-    return _coupled_pool(features, x, log_p0, log_q0, torch.stack(columns, 1).to(x.dtype))
+    if not torch.jit.is_scripting():
+        require(
+            'coupled badmm',
+            smoothness=weights.smoothness,
+            feature_penalty=weights.feature_penalty,
+            sample_penalty=weights.sample_penalty,
+            step=weights.step,
+        )
+    alpha1, alpha2, alpha3, rho = weights.smoothness, weights.feature_penalty, weights.sample_penalty, weights.step
+    assert alpha2 is not None and alpha3 is not None and rho is not None
+    before1, before2, before3 = _shift(alpha1), _shift(alpha2), _shift(alpha3)
+    kappa, keep_u, speed = rho / (alpha1 + rho), before1 / (alpha1 + rho), _shift(rho) / rho
+    scales_p, scales_s = [rho[0].reciprocal()], [kappa[0] / rho[0]]
+    for k in range(1, rho.shape[0]):
+        scales_p.append(rho[k].reciprocal() + (1 - before1[k] / rho[k]) * scales_s[k - 1])
+        scales_s.append(kappa[k] * scales_p[k] + keep_u[k] * scales_s[k - 1])
+    share = kappa / (1 + kappa)
+    rows = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
+    rows += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
+    rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
+    rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
+    rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
+    coefficients = torch.stack(rows).to(x.dtype)
+    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients)
+
+
+def _shift(values: Tensor) -> Tensor:
+    """(T,) what the module before has, zero for the first."""
+    return torch.cat([torch.zeros_like(values[:1]), values[:-1]])

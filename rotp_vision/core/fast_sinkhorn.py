@@ -38,13 +38,13 @@ def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, num_
     return tape.gradients(tape.module(0)[0], _run(tape, num_inner), grad)
 
 
-_sinkhorn_pool = register('sinkhorn_pool', _forward, _backward, ', int num_inner')
+register('sinkhorn_pool', _forward, _backward, ', int num_inner')
 
 
 def sinkhorn_pool(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
 ) -> Tensor:
-    """(B, D) `features` pooled by Sinkhorn scaling.
+    """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
     Args:
         features: (B, D, N) what is averaged; None where it is x.
@@ -54,13 +54,18 @@ def sinkhorn_pool(
         weights: smoothness, feature_penalty and sample_penalty are read.
         num_inner: K.
     """
+    if not torch.jit.is_scripting():
+        require(
+            'sinkhorn',
+            smoothness=weights.smoothness,
+            feature_penalty=weights.feature_penalty,
+            sample_penalty=weights.sample_penalty,
+        )
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
-    alpha1, alpha2, alpha3 = require(
-        'sinkhorn',
-        smoothness=weights.smoothness,
-        feature_penalty=weights.feature_penalty,
-        sample_penalty=weights.sample_penalty,
-    )[-1]
-    coefficients = torch.stack([alpha1.reciprocal(), alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)])
-    return _sinkhorn_pool(features, x, log_p0, log_q0, coefficients.unsqueeze(1).to(x.dtype), num_inner)
+    feature_penalty, sample_penalty = weights.feature_penalty, weights.sample_penalty
+    assert feature_penalty is not None and sample_penalty is not None
+    alpha1, alpha2, alpha3 = weights.smoothness[-1:], feature_penalty[-1:], sample_penalty[-1:]
+    rows = [alpha1.reciprocal(), alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    coefficients = torch.stack(rows).to(x.dtype)
+    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)

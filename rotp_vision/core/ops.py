@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.scratch import Scratch, chunks, whole
+from rotp_vision.core.scratch import NoScratch, chunks
 
 
 class Inputs(NamedTuple):
@@ -57,8 +57,8 @@ def decompositions() -> dict[Any, Callable]:
     return dict(_decompositions)
 
 
-def register(name: str, forward: Forward, backward: Backward, options: str = '') -> Callable[..., Tensor]:
-    """The operator `rotp_vision::name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
+def register(name: str, forward: Forward, backward: Backward, options: str = '') -> None:
+    """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
     The operator takes log_p0 (B, D) and log_q0 (B, N).
 
@@ -83,7 +83,7 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
 
     def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         inputs = gather(slice(None), features, x, log_p0, log_q0, coefficients)
-        pooled = forward(inputs, whole(x), *extra).squeeze(2)
+        pooled = forward(inputs, NoScratch(x, 0), *extra).squeeze(2)
         return pooled if features is None else pooled.to(features.dtype)
 
     def run_backward(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
@@ -143,11 +143,10 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
     def no_double_backward(ctx, *grads):
         raise RuntimeError(f"{name} has no second derivative; use the solver's backend 'reference' for it")
 
-    op_backward.register_autograd(no_double_backward)
+    op_backward.register_autograd(no_double_backward, setup_context=lambda ctx, inputs, output: None)
     op.register_vmap(_one_by_one(op))
     op_backward.register_vmap(_one_by_one(op_backward))
     _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
-    return op
 
 
 def _one_by_one(op: Callable) -> Callable:

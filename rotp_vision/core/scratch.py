@@ -28,13 +28,17 @@ class Scratch:
         self._taken = 0
         self._current = num_sets
 
-    def take(self) -> Tensor:
-        """A (b, D, N) buffer with anything in it."""
+    def take(self) -> Tensor | None:
+        """A (b, D, N) buffer with anything in it, for `out=`."""
         if self._taken == len(self._buffers):
             _, num_features, num_samples = self.like.shape
             self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
         self._taken += 1
         return self._buffers[self._taken - 1][: self._current]
+
+    def over(self, values: Tensor) -> Tensor | None:
+        """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
+        return values
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
@@ -54,11 +58,17 @@ def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
         yield rows, scratch
 
 
-def whole(x: Tensor) -> Scratch:
-    """Scratch memory for all of `x` (B, D, N) at once."""
-    scratch = Scratch(x, x.shape[0])
-    scratch.start(x.shape[0])
-    return scratch
+class NoScratch(Scratch):
+    """Every result in memory of its own: for tracing, where nothing may be written in place."""
+
+    def take(self) -> None:
+        return None
+
+    def over(self, values: Tensor) -> None:
+        return None
+
+    def load(self, values: Tensor) -> Tensor:
+        return values.to(self.like.dtype)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
@@ -66,9 +76,9 @@ def inner(a: Tensor, b: Tensor) -> Tensor:
     return torch.dot(a.mT.reshape(-1), b.mT.reshape(-1))
 
 
-def softmax_(y: Tensor, dim: int) -> Tensor:
-    """Replace the logits `y` (b, D, N) by their softmax along `dim`; returns their log-sum-exp, `dim` kept."""
+def exponentials(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(y - top) over y, the maximum `top` and their sum along `dim`, kept."""
     top = y.amax(dim, keepdim=True)
-    total = y.sub_(top).exp_().sum(dim, keepdim=True)
-    y.mul_(total.reciprocal())
-    return total.log_().add_(top)
+    y = torch.sub(y, top, out=scratch.over(y))
+    y = torch.exp(y, out=scratch.over(y))
+    return y, top, y.sum(dim, keepdim=True)

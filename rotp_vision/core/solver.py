@@ -2,7 +2,6 @@
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
@@ -51,7 +50,7 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     """
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
-    explicit = has_explicit(weights, solver)
+    explicit = has_explicit(problem, weights, solver)
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
     if solver.backend == 'reference' or not explicit:
@@ -61,20 +60,45 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
             'features must have the shape of the features of the problem, '
             f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
         )
-    x, log_p0, log_q0, mask = problem
-    if mask is not None:
-        log_q0 = log_q0.masked_fill(~mask.squeeze(1), -torch.inf)
-    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
-    averaged = None if features is x else features
-    if solver.name == 'sinkhorn':
-        return sinkhorn_pool(averaged, x, log_p0, log_q0, weights, solver.num_inner)
-    if solver.coupled:
-        return coupled_badmm_pool(averaged, x, log_p0, log_q0, weights)
-    return badmm_pool(averaged, x, log_p0, log_q0, weights, solver.name == 'badmm-q')
+    averaged = None if features is problem.features else features
+    return explicit_pool(averaged, problem, weights, solver.name, solver.coupled, solver.num_inner, solver.similarity)
 
 
-def has_explicit(weights: StepWeights, solver: Solver) -> bool:
+def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
     """Whether there is an operator with explicit backward for this solver."""
     if solver.name == 'sinkhorn':
         return weights.structure is None and weights.proximal is None
     return weights.structure is None and not (solver.coupled and solver.name == 'badmm-q')
+
+
+def explicit_pool(
+    features: Tensor | None,
+    problem: ROTProblem,
+    weights: StepWeights,
+    name: str,
+    coupled: bool,
+    num_inner: int,
+    similarity: str,
+) -> Tensor:
+    """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
+
+    Args:
+        features: (B, D, N) what is averaged; None where it is `problem.features`.
+        problem: the batch of problems.
+        weights: of the modules.
+        name: the solver; this and the rest are the fields of `Solver`.
+        coupled: see `Solver`.
+        num_inner: see `Solver`.
+        similarity: see `Solver`.
+    """
+    x, log_p0, log_q0, mask = problem
+    if mask is not None:
+        log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
+    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
+    if name == 'sinkhorn':
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner)
+    elif coupled:
+        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
+    else:
+        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q')
+    return pooled

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs
-from rotp_vision.core.scratch import Scratch, inner
+from rotp_vision.core.scratch import Scratch, exponentials, inner
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -48,7 +48,7 @@ class Tape:
         self._coefficients = inputs.coefficients
         self._needs = needs
         self._scratch = scratch
-        self._buffer = scratch.take() if needs is None else None
+        self._buffer = scratch.take() if needs is None else None  # one for all sweeps, where none is kept
         self._back: list[Callable[[], None]] = []
         self.log_p0 = Vector(inputs.log_p0, FEATURES)
         self.log_q0 = Vector(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
@@ -108,7 +108,8 @@ class Tape:
     def pool(self, scale: Coefficient, vector: Vector) -> Tensor:
         """(b, D, 1) features averaged by softmax_n(scale · X + vector)."""
         weights, _, total = self._sweep(scale, vector)
-        return weights.mul_(self._x if self._features is None else self._features).sum(SAMPLES, keepdim=True) / total
+        features = self._x if self._features is None else self._features
+        return torch.mul(weights, features, out=self._scratch.over(weights)).sum(SAMPLES, keepdim=True) / total
 
     def gradients(self, scale: Coefficient, vector: Vector, grad: Tensor) -> Gradients:
         """The gradients of everything that led to `pool(scale, vector)`, whose own is `grad` (b, D, 1)."""
@@ -141,16 +142,15 @@ class Tape:
 
     def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
         """exp(scale · X + vector - top), the maximum `top` and the sum along the vector's axis."""
-        y = self._scratch.take() if self._buffer is None else self._buffer
+        out = self._scratch.take() if self._buffer is None else self._buffer
         if vector.axis == SAMPLES:
             # The scale as a row: beside a vector that is constant along the contiguous axis a second constant would
             # not be vectorised.
             row = scale.value.expand(1, self._x.shape[1], 1).contiguous()
-            torch.addcmul(vector.value.masked_fill(self._gone, -torch.inf), self._x, row, out=y)
+            y = torch.addcmul(vector.value.masked_fill(self._gone, -torch.inf), self._x, row, out=out)
         else:
-            torch.addcmul(vector.value, self._x, scale.value, out=y)
-        top = y.amax(vector.axis, keepdim=True)
-        return y, top, y.sub_(top).exp_().sum(vector.axis, keepdim=True)
+            y = torch.addcmul(vector.value, self._x, scale.value, out=out)
+        return exponentials(y, vector.axis, self._scratch)
 
     def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector) -> None:
         if self._dx is not None:
