@@ -1,0 +1,36 @@
+"""rotp_vision: regularized optimal transport pooling for every timm model."""
+
+from rotp_vision.layers import (
+    GlobalROTPool2d,
+    LocalROTPool2d,
+    MixedROTPool2d,
+    PoolOptions,
+    ROTPool,
+    ROTSetFusion,
+    ROTSetPool,
+    pool_options,
+)
+from rotp_vision.models import ROTPResNet
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
+
+__version__ = '0.1.0'
+
+__all__ = [
+    'FoundPool',
+    'GlobalROTPool2d',
+    'LocalROTPool2d',
+    'MixedROTPool2d',
+    'PoolOptions',
+    'ROTPResNet',
+    'ROTPool',
+    'ROTSetFusion',
+    'ROTSetPool',
+    'convert',
+    'describe',
+    'find_pools',
+    'fold_gain',
+    'freeze',
+    'pool_options',
+    'revert',
+    'rot_pools',
+]

@@ -17,68 +17,122 @@ sample has log q0 = -inf and needs no other care. Backward runs the modules agai
 at hand, and goes through them in reverse.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from rotp_vision.core.fast_structure import Applied, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, register
 from rotp_vision.core.scratch import Scratch, exponentials, inner
-from rotp_vision.core.weights import StepWeights, require
+from rotp_vision.core.structure import Similarity
+from rotp_vision.core.weights import StepWeights
 
 
 class _Module(NamedTuple):
-    """What one module leaves behind for backward."""
+    """What one module leaves behind for backward; the last one ends at Q and has nothing after `u`."""
 
     row: Tensor  # (b, D, N) Q
     dual: Tensor | None  # (b, D, N) Z', None where zero
-    column: Tensor  # (b, D, N) V
+    from_s: Applied | None  # of Φ(S')
     u: Tensor  # (b, D, 1)
+    column: Tensor | None = None  # (b, D, N) V
+    from_p: Applied | None = None  # of Φ(P)
+    forces: Tensor | None = None  # (b, D, N) M after Φ(P), where its slope is needed
 
 
-def _run(inputs: Inputs, x: Tensor, scratch: Scratch, quadratic: bool, kept: list[_Module] | None) -> _Module:
-    """Run the modules and return the last, which ends at Q; with `kept` the others are left there."""
-    _, _, log_p0, log_q0, coefficients = inputs
-    over = scratch.over
-    p0, q0 = log_p0.exp(), log_q0.exp()
-    modules = coefficients.unbind(1)
-    # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
-    # be vectorised.
-    betas = coefficients[0].view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous()
-    v, z, m = log_q0, None, None
+class _Chunk:
+    """The inputs of a chunk ready to run, and Φ."""
+
+    def __init__(self, inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> None:
+        self.scratch = scratch
+        self.quadratic = quadratic
+        self.x = scratch.load(inputs.x)
+        self.features = self.x if inputs.features is None else scratch.load(inputs.features)
+        self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
+        self.p0, self.q0 = inputs.log_p0.exp(), inputs.log_q0.exp()
+        self.modules = inputs.coefficients.unbind(1)
+        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would
+        # not be vectorised.
+        self.betas = inputs.coefficients[0].view(-1, 1, 1, 1).expand(-1, 1, self.x.shape[1], 1).contiguous()
+        self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
+        self.forced = quadratic or self.structure is not None
+
+    def push(
+        self, m: Tensor, weights: Sequence[Tensor], factor: Tensor, prior: Tensor
+    ) -> tuple[Tensor, Applied | None]:
+        """M + Φ(prior · factor), written over M."""
+        if self.quadratic:
+            m = torch.addcmul(m, factor, -weights[0] * prior, out=self.scratch.over(m))
+        if self.structure is None:
+            return m, None
+        return self.structure.push(m, factor * prior, weights[-1], self.scratch)
+
+    def pull(
+        self,
+        dm: Tensor,
+        weights: Sequence[Tensor],
+        factor: Tensor,
+        prior: Tensor,
+        applied: Applied | None,
+        slopes: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """Back through `push`: factor · gradient of (prior · factor) into `out`; those of weights add to `slopes`."""
+        if self.structure is None or applied is None:
+            torch.mul(dm, factor, out=out)
+            slopes[0] -= (out.sum(1, keepdim=True) * prior if prior.shape[1] == 1 else out * prior).sum()
+            return out.mul_(-weights[0])
+        plan = factor * prior
+        slopes[-1] += self.structure.back(dm, plan, weights[-1], applied, out)
+        if self.quadratic:
+            slopes[0] -= inner(dm, plan)
+            out.addcmul_(dm, -weights[0])
+        return out.mul_(factor)
+
+
+def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
+    """Run the modules and return the last; with `kept` the others are left there, in buffers of their own."""
+    x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
+    v, z, m, from_s = chunk.log_q0, None, None, None
     row = column = None
-    for k, (beta, kappa, rho, *rest) in enumerate(modules):
+    for k, (beta, kappa, rho, *weights) in enumerate(chunk.modules):
         # P-step
-        row = torch.addcmul(v, x, betas[k], out=scratch.take() if row is None or kept is not None else over(row))
+        row = torch.addcmul(v, x, chunk.betas[k], out=scratch.take() if row is None or kept is not None else over(row))
         if z is not None:
             row = torch.addcmul(row, z, -rho.reciprocal(), out=over(row))
-        if quadratic:
+        if chunk.forced:
             if m is None or column is None:
-                m = torch.mul(-rest[0] * p0, q0, out=scratch.take())
+                m = torch.mul(x, 0.0, out=scratch.take())
+                m, from_s = chunk.push(m, weights, chunk.p0.expand_as(x), chunk.q0)
             else:
-                m = torch.addcmul(m, column, -rest[0] * q0, out=over(m))
+                m, from_s = chunk.push(m, weights, column, chunk.q0)
             row = torch.add(row, m, out=over(row))
         row, lse = _softmax(row, 2, scratch)
-        u = log_p0 - lse
-        if k + 1 == len(modules):
-            return _Module(row, z, row, u)
+        u = chunk.log_p0 - lse
+        if k + 1 == len(chunk.modules):
+            return _Module(row, z, from_s, u)
         # S-step
         out = scratch.take() if column is None or kept is not None else over(column)
         column = torch.addcmul(kappa * u, x, kappa * beta, out=out)
+        forces = from_p = None
         if m is not None:
-            m = torch.addcmul(m, row, -rest[0] * p0, out=over(m))
+            m, from_p = chunk.push(m, weights, row, chunk.p0)
+            if not chunk.quadratic:
+                forces, m = m, torch.mul(m, kappa, out=over(m) if kept is None else scratch.take())
             column = torch.add(column, m, out=over(column))
         column, lse = _softmax(column, 1, scratch)
-        v = log_q0 - lse
+        v = chunk.log_q0 - lse
         # Dual
         before = z
         if z is None:
-            z = torch.mul(row, rho * p0, out=scratch.take())
+            z = torch.mul(row, rho * chunk.p0, out=scratch.take())
         else:
-            z = torch.addcmul(z, row, rho * p0, out=over(z) if kept is None else scratch.take())
-        z = torch.addcmul(z, column, -rho * q0, out=over(z))
+            z = torch.addcmul(z, row, rho * chunk.p0, out=over(z) if kept is None else scratch.take())
+        z = torch.addcmul(z, column, -rho * chunk.q0, out=over(z))
         if kept is not None:
-            kept.append(_Module(row, before, column, u))
+            kept.append(_Module(row, before, from_s, u, column, from_p, forces))
     raise AssertionError('there is at least one module')
 
 
@@ -88,120 +142,120 @@ def _softmax(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
     return torch.mul(y, total.reciprocal(), out=scratch.over(y)), top + total.log()
 
 
-def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool) -> Tensor:
-    x = scratch.load(inputs.x)
-    last = _run(inputs, x, scratch, quadratic, None)
-    features = x if inputs.features is None else scratch.load(inputs.features)
-    return torch.mul(last.row, features, out=scratch.over(last.row)).sum(2, keepdim=True)
+def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> Tensor:
+    chunk = _Chunk(inputs, scratch, quadratic, similarity)
+    row = _run(chunk, None).row
+    return torch.mul(row, chunk.features, out=scratch.over(row)).sum(2, keepdim=True)
 
 
-def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, quadratic: bool) -> Gradients:
-    x = scratch.load(inputs.x)
-    features = x if inputs.features is None else scratch.load(inputs.features)
-    _, _, log_p0, log_q0, coefficients = inputs
-    p0, q0 = log_p0.exp(), log_q0.exp()
-    modules = coefficients.unbind(1)
-    d_coefficients = torch.zeros_like(coefficients)
-    d_log_p0, d_log_q0 = torch.zeros_like(log_p0), torch.zeros_like(log_q0)
-
+def _backward(
+    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, quadratic: bool, similarity: str
+) -> Gradients:
+    chunk = _Chunk(inputs, scratch, quadratic, similarity)
+    x, p0, q0 = chunk.x, chunk.p0, chunk.q0
     kept: list[_Module] = []
-    last = _run(inputs, x, scratch, quadratic, kept)
+    last = _run(chunk, kept)
+    if chunk.structure is not None:
+        chunk.structure.start_back(scratch)
+    d_coefficients = torch.zeros_like(inputs.coefficients)
+    d_log_p0, d_log_q0 = torch.zeros_like(inputs.log_p0), torch.zeros_like(inputs.log_q0)
+    dy, dt, spare = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+
     # f = Σ_n features Q
     d_features = torch.mul(last.row, grad, out=scratch.take())
-    spare = scratch.take()
-    mean = torch.mul(d_features, features, out=spare).sum(2, keepdim=True)  # f · grad
-    dy = torch.addcmul(-mean, features, grad, out=spare).mul_(last.row)
-    spare = last.row
-    dx = d_features if inputs.features is None else scratch.take().zero_() if needs.x else None
+    mean = torch.mul(d_features, chunk.features, out=dy).sum(2, keepdim=True)  # f · grad
+    torch.addcmul(-mean, chunk.features, grad, out=dy).mul_(last.row)
+    dx = None
+    if needs.x:
+        dx = d_features if inputs.features is None else torch.zeros_like(x)
     dz = dm = None
-    z = last.dual
-    for k in reversed(range(len(modules))):
+    for k in reversed(range(len(chunk.modules))):
         # dy is the gradient of the logits of Q in module k.
-        beta, _, rho, *rest = modules[k]
-        d_module = d_coefficients[:, k]
+        beta, _, rho, *weights = chunk.modules[k]
+        module = last if k == len(kept) else kept[k]
+        slopes = d_coefficients[:, k]
         dv = dy.sum(1, keepdim=True)
         if dx is not None:
             dx.addcmul_(dy, beta)
         if needs.coefficients:
-            d_module[0] += inner(dy, x)
-        if quadratic:
+            slopes[0] += inner(dy, x)
+        if chunk.forced:
             dm = dy.clone() if dm is None else dm.add_(dy)
         if k == 0:
             d_log_q0 += dv
-            if quadratic:
+            if dm is not None:
                 # S' = p0 q0
-                ds = torch.mul(dm, p0, out=spare).mul_(q0)
-                d_s0, d_s1 = ds.sum(2, keepdim=True), ds.sum(1, keepdim=True)
-                d_log_p0 -= rest[0] * d_s0
-                d_log_q0 -= rest[0] * d_s1
-                d_module[3] -= d_s0.sum()
+                chunk.pull(dm, weights, p0.expand_as(x), q0, module.from_s, slopes[3:], spare).mul_(q0)
+                d_log_p0 += spare.sum(2, keepdim=True)
+                d_log_q0 += spare.sum(1, keepdim=True)
             break
-        assert z is not None
         if needs.coefficients:
-            d_module[2] += inner(dy, z) / rho.square()
+            assert module.dual is not None
+            slopes[2] += inner(dy, module.dual) / rho.square()
         dz = dy.mul(-rho.reciprocal()) if dz is None else dz.addcmul_(dy, -rho.reciprocal())
 
-        # S = q0 V of the module before: read by its Z, and by this module's M.
-        row, z, column, u = kept[k - 1]
-        roughness = rest
-        d_before = d_coefficients[:, k - 1]
-        beta, kappa, rho, *rest = modules[k - 1]
-        dt = torch.mul(dz, column, out=spare)
-        spare = dy
-        moved_s = dt.sum(1, keepdim=True)
-        ds = -rho * moved_s  # Σ_d V dS
-        dt.mul_(-rho * q0)
-        if quadratic:
-            torch.mul(dm, column, out=spare)
-            shrunk = spare.sum(1, keepdim=True)
-            ds -= roughness[0] * shrunk
-            d_module[3] -= (q0 * shrunk).sum()
-            dt.addcmul_(spare, -roughness[0] * q0)
-        dv += q0 * ds
+        # S = q0 V of the module before: read by its Z and by this module's M.
+        row, _, _, u, column, from_p, forces = kept[k - 1]
+        assert column is not None
+        before = d_coefficients[:, k - 1]
+        torch.mul(dz, column, out=dt)
+        s_moved = dt.sum(1, keepdim=True)
+        from_s = None
+        if dm is not None:
+            from_s = chunk.pull(dm, weights, column, q0, module.from_s, slopes[3:], spare)
+        beta, kappa, rho, *weights = chunk.modules[k - 1]
+        dt.mul_(-rho)
+        if from_s is not None:
+            dt.add_(from_s)
+        dv += q0 * dt.sum(1, keepdim=True)
         d_log_q0 += dv
-        dt.addcmul_(column, -dv)
+        dt.mul_(q0).addcmul_(column, -dv)
         # dt is the gradient of the logits of V.
         du = dt.sum(2, keepdim=True)
         if dx is not None:
             dx.addcmul_(dt, kappa * beta)
         if needs.coefficients:
             slope = inner(dt, x)
-            d_before[0] += kappa * slope
-            d_before[1] += beta * slope + (du * u).sum()
-        if quadratic:
-            dm.add_(dt)
+            before[0] += kappa * slope
+            before[1] += beta * slope + (du * u).sum()
         du = kappa * du
 
         # P = p0 Q of the module before: read by its Z and by its M.
-        dy = torch.mul(dz, row, out=spare)
-        spare = dt
-        moved_p = dy.sum(2, keepdim=True)
-        d_before[2] += (p0 * moved_p).sum() - (q0 * moved_s).sum()
-        dp = rho * moved_p  # Σ_n Q dP
-        dy.mul_(rho * p0)
-        if quadratic:
-            torch.mul(dm, row, out=spare)
-            shrunk = spare.sum(2, keepdim=True)
-            dp -= rest[0] * shrunk
-            d_before[3] -= (p0 * shrunk).sum()
-            dy.addcmul_(spare, -rest[0] * p0)
-        du += p0 * dp
+        torch.mul(dz, row, out=dy)
+        p_moved = dy.sum(2, keepdim=True)
+        before[2] += (p0 * p_moved).sum() - (q0 * s_moved).sum()
+        dy.mul_(rho)
+        if dm is not None:
+            dm.add_(dt)
+            if forces is not None:
+                before[1] += inner(dm, forces)
+                dm.mul_(kappa)
+            dy.add_(chunk.pull(dm, weights, row, p0, from_p, before[3:], spare))
+        du += p0 * dy.sum(2, keepdim=True)
         d_log_p0 += du
-        dy.addcmul_(row, -du)
+        dy.mul_(p0).addcmul_(row, -du)
+    if dx is not None and chunk.structure is not None:
+        dx.add_(chunk.structure.dx())
     return Gradients(
         d_features if inputs.features is not None and needs.features else None,
-        dx if needs.x else None,
+        dx,
         d_log_p0,
         d_log_q0,
         d_coefficients,
     )
 
 
-register('badmm_pool', _forward, _backward, ', bool quadratic')
+register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity')
 
 
 def badmm_pool(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, quadratic: bool
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    weights: StepWeights,
+    quadratic: bool,
+    similarity: str,
 ) -> Tensor:
     """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
@@ -210,11 +264,10 @@ def badmm_pool(
         x: (B, D, N) what the plan sees.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
-        weights: smoothness and step are read.
+        weights: smoothness, step and structure are read.
         quadratic: whether the smoothness is quadratic.
+        similarity: of the structural term, see `structural_force`.
     """
-    if not torch.jit.is_scripting():
-        require('badmm', smoothness=weights.smoothness, step=weights.step)
     smoothness, step = weights.smoothness, weights.step
     assert step is not None
     kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
@@ -224,5 +277,10 @@ def badmm_pool(
     rows = [torch.stack(betas), kappas, step]
     if quadratic:
         rows.append(smoothness / step)
+    structure = weights.structure
+    if structure is None:
+        similarity = ''
+    else:
+        rows.append(structure / step)
     coefficients = torch.stack(rows).to(x.dtype)
-    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)
+    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)

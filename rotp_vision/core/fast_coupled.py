@@ -23,7 +23,7 @@ from torch import Tensor
 from rotp_vision.core.ops import Gradients, Inputs, Needs, register
 from rotp_vision.core.scratch import Scratch
 from rotp_vision.core.tape import Coefficient, Tape, Vector
-from rotp_vision.core.weights import StepWeights, require
+from rotp_vision.core.weights import StepWeights
 
 
 def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
@@ -32,7 +32,7 @@ def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
     v = v_before = log_eta = tape.log_q0
     for k in range(num_modules):
         scale_p, scale_s, *rest = tape.module(k)
-        now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_l, column_eta, column_q0, *rest = rest
+        now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
         mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column = rest
         w = tape.combine((now, v), (before, v_before))
         if k + 1 == num_modules:
@@ -40,10 +40,10 @@ def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
         r = tape.lse(scale_p, w)
         log_row = tape.log_softmax(tape.combine((row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)))
         u = tape.combine((kappa, tape.combine((1.0, log_row), (-1.0, r))), (keep_u, u))
-        l = tape.lse(scale_s, u)
-        log_column = tape.combine((column_v, v), (column_l, l), (column_eta, log_eta), (column_q0, tape.log_q0))
+        column = tape.lse(scale_s, u)
+        log_column = tape.combine((column_v, v), (column_lse, column), (column_eta, log_eta), (column_q0, tape.log_q0))
         log_column = tape.log_softmax(log_column)
-        v_before, v = v, tape.combine((1.0, log_column), (-1.0, l))
+        v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
         log_mu = tape.log_softmax(tape.combine((mu_p0, tape.log_p0), (mu_mu, log_mu), (mu_row, log_row)))
         log_eta = tape.combine((eta_q0, tape.log_q0), (eta_eta, log_eta), (eta_column, log_column))
         log_eta = tape.log_softmax(log_eta)
@@ -75,16 +75,10 @@ def coupled_badmm_pool(
         log_q0: (B, N), -inf on masked samples.
         weights: smoothness, feature_penalty, sample_penalty and step are read.
     """
-    if not torch.jit.is_scripting():
-        require(
-            'coupled badmm',
-            smoothness=weights.smoothness,
-            feature_penalty=weights.feature_penalty,
-            sample_penalty=weights.sample_penalty,
-            step=weights.step,
-        )
     alpha1, alpha2, alpha3, rho = weights.smoothness, weights.feature_penalty, weights.sample_penalty, weights.step
-    assert alpha2 is not None and alpha3 is not None and rho is not None
+    assert alpha2 is not None
+    assert alpha3 is not None
+    assert rho is not None
     before1, before2, before3 = _shift(alpha1), _shift(alpha2), _shift(alpha3)
     kappa, keep_u, speed = rho / (alpha1 + rho), before1 / (alpha1 + rho), _shift(rho) / rho
     scales_p, scales_s = [rho[0].reciprocal()], [kappa[0] / rho[0]]

@@ -44,7 +44,7 @@ def rot_problem(
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
     """
-    if not torch.jit.is_scripting():
+    if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         _check(features, log_feature_prior, log_sample_prior, mask)
     dtype = torch.promote_types(features.dtype, torch.float32)
     x = features.to(dtype)
@@ -53,10 +53,7 @@ def rot_problem(
         log_p0 = x.new_zeros(1, num_features).log_softmax(-1)
     else:
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
-    if log_sample_prior is None:
-        log_q0 = x.new_zeros(1, num_samples)
-    else:
-        log_q0 = log_sample_prior.to(dtype)
+    log_q0 = x.new_zeros(1, num_samples) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
         return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
@@ -111,11 +108,11 @@ def objective(
         (B,) the objective of each set.
     """
     x, log_p0, log_q0, mask = problem
-    log_p = zero_masked(log_plan, mask)
-    plan = hide_masked(log_plan, mask).exp()
+    log_plan = hide_masked(log_plan, mask)
+    plan = log_plan.exp()
     gain = x if structure is None else x + structure * structural_force(problem, plan, similarity)
     if regularizer == 'entropic':
-        roughness = plan * (log_p - 1)
+        roughness = plan * (log_plan.clamp(min=torch.finfo(log_plan.dtype).min) - 1)  # finite, so that 0 log 0 = 0
     elif regularizer == 'quadratic':
         roughness = plan.square()
     else:

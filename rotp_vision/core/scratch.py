@@ -42,9 +42,10 @@ class Scratch:
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
-        if values.dtype == self.like.dtype and (values.stride(1) == 1 or values.shape[1] == 1):
+        if values.dtype == self.like.dtype and values.mT.is_contiguous():
             return values
-        return self.take().copy_(values)
+        buffer = self.take()
+        return values if buffer is None else buffer.copy_(values)
 
 
 def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
@@ -66,9 +67,6 @@ class NoScratch(Scratch):
 
     def over(self, values: Tensor) -> None:
         return None
-
-    def load(self, values: Tensor) -> Tensor:
-        return values.to(self.like.dtype)
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from rotp_vision.core.fast_badmm import badmm_pool
 from rotp_vision.core.fast_coupled import coupled_badmm_pool
 from rotp_vision.core.fast_sinkhorn import sinkhorn_pool
 from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import ROTProblem
+from rotp_vision.core.problem import ROTProblem, zero_masked
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
-from rotp_vision.core.weights import StepWeights
+from rotp_vision.core.weights import StepWeights, require
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
 Backend = Literal['auto', 'torch', 'reference']
@@ -44,6 +44,7 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     """(B, D) pooled `features` (B, D, N), in their dtype: `pool(features, solve(problem, weights, solver))`.
 
     `problem.features` is what the plan sees, `features` what is averaged; hand over the same tensor where they are one.
+    Masked samples may hold anything, even NaN.
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
     'reference' is the formula above under autograd; 'auto' is 'torch' where there is such an operator.
@@ -54,21 +55,29 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
     if solver.backend == 'reference' or not explicit:
-        return pool(features, solve(problem, weights, solver))
+        return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
         raise ValueError(
             'features must have the shape of the features of the problem, '
             f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
         )
-    averaged = None if features is problem.features else features
+    if solver.name == 'sinkhorn':
+        require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
+    elif solver.coupled:
+        require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
+    else:
+        require('badmm', weights, 'smoothness', 'step')
+    averaged = None if features is problem.features else zero_masked(features, problem.mask)
     return explicit_pool(averaged, problem, weights, solver.name, solver.coupled, solver.num_inner, solver.similarity)
 
 
 def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
     """Whether there is an operator with explicit backward for this solver."""
-    if solver.name == 'sinkhorn':
-        return weights.structure is None and weights.proximal is None
-    return weights.structure is None and not (solver.coupled and solver.name == 'badmm-q')
+    if weights.structure is None:
+        return not (solver.coupled and solver.name == 'badmm-q')
+    # The operator's order of the products suits sets with more features than samples.
+    num_features, num_samples = problem.features.shape[1:]
+    return solver.name != 'sinkhorn' and not solver.coupled and num_features >= num_samples
 
 
 def explicit_pool(
@@ -100,5 +109,5 @@ def explicit_pool(
     elif coupled:
         pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
     else:
-        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q')
+        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
     return pooled

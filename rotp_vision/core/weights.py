@@ -49,14 +49,12 @@ def step_weights(
     def expand(name: str, value: Weight | None) -> Tensor | None:
         if value is None:
             return None
-        if not isinstance(value, Tensor):
-            numbers = [float(v) for v in value] if isinstance(value, Sequence) else [float(value)]
-            if not all(0 < v < float('inf') for v in numbers):
-                raise ValueError(f'{name} must be positive and finite, got {value}')
-            value = torch.tensor(numbers if isinstance(value, Sequence) else numbers[0], dtype=dtype, device=device)
-        if value.shape not in ((), (num_modules,)):
-            raise ValueError(f'{name} must be one number or {num_modules}, one per module, got {tuple(value.shape)}')
-        return value.expand(num_modules)
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=dtype, device=device)
+        if not isinstance(value, Tensor) and not bool((tensor.isfinite() & (tensor > 0)).all()):
+            raise ValueError(f'{name} must be positive and finite, got {value}')
+        if tensor.shape not in ((), (num_modules,)):
+            raise ValueError(f'{name} must be one number or {num_modules}, one per module, got {tuple(tensor.shape)}')
+        return tensor.expand(num_modules)
 
     smooth = expand('smoothness', smoothness)
     assert smooth is not None
@@ -70,13 +68,13 @@ def step_weights(
     )
 
 
-def require(solver: str, **weights: Tensor | None) -> list[tuple[Tensor, ...]]:
-    """The given weights module by module; an error names the solver and the weight that is missing."""
-    missing = [name for name, value in weights.items() if value is None]
+def require(solver: str, weights: StepWeights, *names: str) -> list[tuple[Tensor, ...]]:
+    """The named weights module by module; an error names the solver and the weight that is missing or uneven."""
+    given = {name: value for name, value in zip(weights._fields, weights, strict=True) if value is not None}
+    missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f'{solver} needs the weight(s) {", ".join(missing)}, got None')
-    columns = [value.unbind() for value in weights.values() if value is not None]
-    if any(len(column) != len(columns[0]) for column in columns):
-        lengths = {name: len(column) for name, column in zip(weights, columns, strict=True)}
+    lengths = {name: len(value) for name, value in given.items()}
+    if len(set(lengths.values())) > 1:
         raise ValueError(f'the weights of {solver} must have one entry per module each, got lengths {lengths}')
-    return list(zip(*columns, strict=True))
+    return list(zip(*(given[name].unbind() for name in names), strict=True))
