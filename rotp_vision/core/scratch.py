@@ -7,8 +7,8 @@ from torch import Tensor
 
 # Elements of one plan-sized buffer. On CPU a chunk's handful of buffers should stay in the cache; elsewhere the limit
 # only bounds the memory that backward needs besides what was saved.
-CHUNK_ELEMENTS = {'cpu': 2**18}
-CHUNK_ELEMENTS_ELSEWHERE = 2**25
+CHUNK_ELEMENTS = {'cpu': 2**17}
+CHUNK_ELEMENTS_ELSEWHERE = 2**23
 
 
 class Scratch:
