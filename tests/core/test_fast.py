@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import weakref
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ every_operator = pytest.mark.parametrize('operator', OPERATORS.values(), ids=OPE
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
 
 
-def leaves(operator, batch, num_features, num_samples, *, num_modules=3, dtype=torch.float64, view=False, scale=1.0):
+def leaves(operator, batch, num_features, num_samples, *, num_modules=3, dtype=torch.float64, view=False):
     """Everything a gradient is taken of, by name: what is averaged, what the plan sees, priors, weights."""
     _, structure, proximal = operator
     generator = torch.Generator().manual_seed(0)
@@ -38,7 +37,7 @@ def leaves(operator, batch, num_features, num_samples, *, num_modules=3, dtype=t
     def positive():
         return (torch.rand(num_modules, generator=generator, dtype=torch.float64) + 0.4).to(dtype).requires_grad_()
 
-    tensors = {'x': (scale * normal(batch, num_features, num_samples)).detach().requires_grad_()}
+    tensors = {'x': normal(batch, num_features, num_samples)}
     if view:
         tensors['features'] = normal(batch, num_features, num_samples)
     tensors |= {'log_p0': normal(batch, num_features), 'log_q0': normal(1, num_samples)}
@@ -126,14 +125,10 @@ def test_half_precision_features(operator, dtype):
         torch.testing.assert_close(got[name].float(), value.float(), rtol=2e-2, atol=2e-2, msg=name)
 
 
-# The reference itself rounds by up to this much of a result's largest entry on the grid, measured against float64.
-GRID_TOLERANCE = 2e-2
-
-
 @every_operator
 @pytest.mark.parametrize('step', [1e-3, 1.0, 1e3])
 def test_stability_grid_in_float32(operator, step):
-    """As good as float64: the outputs agree, and the gradients of the features are finite and agree."""
+    """Outputs agree with float64, and every gradient is finite."""
     for i, j in itertools.product((-5, -2, 0, 2, 4), repeat=2):
         tensors = leaves(operator, 1, 10, 5, dtype=torch.float32)
         for name, value in {'smoothness': 10.0**i, 'feature_penalty': 10.0**j, 'sample_penalty': 10.0**j}.items():
@@ -199,13 +194,10 @@ def test_keeps_nothing_but_its_inputs(operator):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = pooled(operator, tensors, 'torch')
+        pooled(operator, tensors, 'torch')
     size = tensors['x'].untyped_storage()
     assert size.data_ptr() in storages
     assert sum(storages.values()) <= 1.1 * size.nbytes()
-    alive = weakref.ref(out)
-    del out
-    assert alive() is None
 
 
 @every_operator
