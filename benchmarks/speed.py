@@ -1,6 +1,6 @@
 """What pooling costs: time as a multiple of average pooling, memory as a multiple of the map.
 
-    python benchmarks/speed.py                   # everything, a few minutes; writes benchmarks/results/speed.{csv,md,png}
+    python benchmarks/speed.py                   # everything; writes speed.csv, speed.md, speed.png
     python benchmarks/speed.py --no-step --repeats 5
 
 All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import timm
@@ -28,6 +29,14 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 
 Row = dict[str, str | float]
+CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
+
+
+class Timing(NamedTuple):
+    now: Callable[[], float]
+    repeats: int
+
+
 START = 0.6931  # softplus(0), the paper's starting value of every weight
 
 # How fast each must be at least, × average pooling, at (32, 512, 7, 7) and (32, 2048, 7, 7).
@@ -113,15 +122,15 @@ def step_of(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
     return step
 
 
-def medians(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+def medians(steps: dict[str, Callable[[], None]], timing: Timing) -> dict[str, float]:
     """Seconds of each step, all taking turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for i in range(repeats + 2):
+    for i in range(timing.repeats + 2):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = timing.now()
             step()
             if i >= 2:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(timing.now() - start)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -143,7 +152,7 @@ def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
     return sum(kept.values()) / maps.untyped_storage().nbytes()
 
 
-def global_rows(channels: int, repeats: int, *, reference: bool) -> list[Row]:
+def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
     maps = torch.randn(32, channels, 7, 7).abs().requires_grad_()
     pools = peers(channels)
     must = {}
@@ -152,7 +161,7 @@ def global_rows(channels: int, repeats: int, *, reference: bool) -> list[Row]:
         must[name] = limits[channels == 2048]
         if reference:
             pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
-    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, repeats)
+    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
     base = times['average (AdaptiveAvgPool2d)']
     shape = f'(32, {channels}, 7, 7)'
     return [
@@ -168,12 +177,12 @@ def global_rows(channels: int, repeats: int, *, reference: bool) -> list[Row]:
     ]
 
 
-def local_rows(repeats: int) -> list[Row]:
+def local_rows(timing: Timing) -> list[Row]:
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
     pools = {'average (AvgPool2d)': nn.AvgPool2d(3, 2), 'max (MaxPool2d)': nn.MaxPool2d(3, 2)}
     for name in ('badmm-e', 'sinkhorn'):
         pools[f'LocalROTPool2d, {name}'] = LocalROTPool2d({'solver': name}, kernel_size=3, stride=2)
-    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, max(3, repeats // 3))
+    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
     return [
         {
             'map': '(8, 64, 112, 112), 3×3 stride 2',
@@ -187,7 +196,7 @@ def local_rows(repeats: int) -> list[Row]:
     ]
 
 
-def growth_rows(repeats: int) -> list[Row]:
+def growth_rows(timing: Timing) -> list[Row]:
     """How much more each costs when one thing doubles."""
     rows: list[Row] = []
     base = {'B': 32, 'C': 512, 'H·W': 49, 'modules': 4}
@@ -201,23 +210,23 @@ def growth_rows(repeats: int) -> list[Row]:
             else:
                 pool = CorePool(solver, size['modules'], structure)
             steps[doubled or 'base'] = step_of(pool, maps)
-        times = medians(steps, max(3, repeats // 2))
+        times = medians(steps, timing)
         rows.append({'pooling': name} | {f'2 × {key}': times[key] / times['base'] for key in base})
     return rows
 
 
-def resnet_step_seconds(steps: int) -> float:
+def resnet_step_seconds(timing: Timing, steps: int) -> float:
     """A training step of ResNet-50 at 224 px, batch 32."""
     model = timm.create_model('resnet50').train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     images, labels = torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))
     times = []
     for _ in range(steps + 1):
-        start = time.perf_counter()
+        start = timing.now()
         nn.functional.cross_entropy(model(images), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
+        times.append(timing.now() - start)
     return statistics.median(times[1:])
 
 
@@ -244,20 +253,29 @@ def plot(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def processor() -> str:
+    """The processor's name, for the reader of the table."""
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.machine())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--threads', type=int, default=2)
     parser.add_argument('--repeats', type=int, default=15)
+    parser.add_argument('--clock', choices=CLOCKS, default='wall', help="'cpu' for a machine that is busy otherwise")
     parser.add_argument('--output', type=Path, default=Path(__file__).parent / 'results', help='directory to write to')
     parser.add_argument('--no-reference', action='store_true', help='leave out the plain autograd path')
     parser.add_argument('--no-growth', action='store_true', help='leave out what happens when a size doubles')
     parser.add_argument('--no-step', action='store_true', help='leave out the share of a ResNet-50 training step')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    timing = Timing(CLOCKS[args.clock], args.repeats)
     torch.manual_seed(0)
 
-    rows = [r for channels in (512, 2048) for r in global_rows(channels, args.repeats, reference=not args.no_reference)]
-    rows += local_rows(args.repeats)
+    rows = [r for channels in (512, 2048) for r in global_rows(channels, timing, reference=not args.no_reference)]
+    rows += local_rows(timing)
     machine = (
         f'{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}, float32'
     )
@@ -265,16 +283,14 @@ def main() -> None:
     if not has_pot():
         parts.append('POT is not installed: its row is missing.')
     if not args.no_step:
-        seconds = resnet_step_seconds(2)
+        seconds = resnet_step_seconds(timing, 2)
         for row in rows:
             known = str(row['map']).startswith('(32, 2048')
             row['% of a ResNet-50 step'] = 100 * float(row['ms']) / 1e3 / seconds if known else ''
         parts.append(f'A ResNet-50 training step at 224 px, batch 32, took {seconds:.2f} s in the same run.')
     parts.append(markdown(rows))
     if not args.no_growth:
-        parts.append(
-            '## Growth when one size doubles, from (32, 512, 49), × time\n\n' + markdown(growth_rows(args.repeats))
-        )
+        parts.append('## Growth when one size doubles, from (32, 512, 49), × time\n\n' + markdown(growth_rows(timing)))
 
     args.output.mkdir(parents=True, exist_ok=True)
     with (args.output / 'speed.csv').open('w', newline='') as file:

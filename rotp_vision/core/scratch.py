@@ -36,6 +36,12 @@ class Scratch:
         self._taken += 1
         return self._buffers[self._taken - 1][: self._current]
 
+    def buffer(self) -> Tensor:
+        """As `take`, where memory is certainly reused: in a backward."""
+        buffer = self.take()
+        assert buffer is not None
+        return buffer
+
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
