@@ -166,6 +166,7 @@ def test_what_cannot_be_replaced_is_found_with_the_reason(model, old, reason):
         (lambda: timm.create_model('test_vit3'), 'by attention'),
         (lambda: timm.create_model('resnet50_clip'), 'by attention'),
         (lambda: torchvision.models.vgg11(), 'fixed grid'),
+        (lambda: timm.create_model('vgg11'), 'one pixel'),
         (lambda: torchvision.models.alexnet(), 'fixed grid'),
         (lambda: timm.create_model('test_resnet', num_classes=0, global_pool=''), 'no pooled output'),
         (lambda: timm.create_model('test_resnet', global_pool='avgmax'), 'neither the mean nor the maximum'),
