@@ -249,6 +249,12 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
     if attention:
         path, old = attention[-1], 'attention pooling'
         reason = 'the model pools by attention, which has weights of its own: there is no mean to replace'
+    elif getattr(model, 'global_pool', '') == 'token' or (last is not None and last.name == '__getitem__'):
+        path, old = '' if last is None else last.path, 'class token'
+        reason = (
+            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
+            'weights allow it'
+        )
     elif idle:
         path, old = idle[0][0], _readable(idle[0][1])
         reason = (
@@ -260,12 +266,6 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         reason = (
             'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
             'gets one by num_classes=…, global_pool="avg"'
-        )
-    elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
-        path, old = last.path, 'class token'
-        reason = (
-            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
-            'weights allow it'
         )
     elif _size(last.output_shape) == _size(last.input_shape):
         path, old = last.path, f'fixed grid of {" × ".join(str(size) for size in shape[2:])}'
