@@ -1,0 +1,129 @@
+"""Processes of a run: the launch check, agreement between them, signals, random state."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raises where a launcher started several processes that do not know of each other, or shards the model."""
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    if world > 1 and accelerator.num_processes == 1:
+        raise RuntimeError(
+            f'the launcher started {world} processes but each believes it is alone; on CPU set '
+            f'ACCELERATE_USE_CPU=true, e.g. ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node {world} '
+            'train_imagenet.py …'
+        )
+    plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in plain:
+        raise RuntimeError(
+            f'train_imagenet.py runs data parallel (one process, or DDP); {accelerator.distributed_type.value} shards the '
+            'model, which its checkpoints do not cover. Use a file of configs/accelerate/'
+        )
+
+
+class HostGroup:
+    """Agreement between the host sides of all processes, over gloo: it never waits for a GPU."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.main = accelerator.is_main_process
+        self.group = dist.new_group(backend='gloo') if accelerator.num_processes > 1 else None
+
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag whether any process raised it."""
+        if self.group is None:
+            return list(flags)
+        values = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return [bool(value) for value in values.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks, on every process."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def wait(self) -> None:
+        """Returns when every process has come here."""
+        self.any(False)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of a host tensor over the processes."""
+        if self.group is not None:
+            dist.all_reduce(values, group=self.group)
+        return values
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list to which SIGTERM and SIGINT append their names instead of ending the process; a second SIGINT does."""
+    caught: list[str] = []
+
+    def remember(number: int, frame: object) -> None:
+        if number == signal.SIGINT and caught:
+            raise KeyboardInterrupt
+        caught.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def random_state() -> dict[str, Any]:
+    """State of this process's generators, in types that `torch.load(weights_only=True)` reads."""
+    name, keys, *rest = np.random.get_state()
+    state = {
+        'python': random.getstate(),
+        'numpy': (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        'torch': torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state['cuda'] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts the generators back as `random_state` found them."""
+    random.setstate(state['python'])
+    name, keys, *rest = state['numpy']
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state['torch'])
+    if 'cuda' in state:
+        torch.cuda.set_rng_state(state['cuda'])
+
+
+def seed_all(*numbers: int) -> None:
+    """Seeds Python, NumPy and torch from several numbers, none of which may be negative.
+
+    NumPy's seed sequence mixes them, so that neighbouring numbers give unrelated streams. On CPU this costs some 20 µs
+    (`torch.manual_seed`, which looks for every kind of device, 300 µs).
+    """
+    first, second = np.random.SeedSequence(numbers).generate_state(2, np.uint32)
+    random.seed(int(first))
+    np.random.seed(int(second))
+    seed = int(first) << 31 ^ int(second)
+    torch.random.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def share_buffers(module: nn.Module, accelerator: Accelerator) -> None:
+    """Gives every process the buffers of the main one, as DDP does before a forward pass in training."""
+    if accelerator.num_processes > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
