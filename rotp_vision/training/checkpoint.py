@@ -77,9 +77,7 @@ def save_checkpoint(
         (temporary / MANIFEST).write_text(json.dumps(manifest))
         for file in (temporary / MODEL, temporary / STATE, temporary / MANIFEST, temporary):
             force_to_disk(file)
-        # A resumed run comes to a point it has saved before; a directory cannot be renamed onto a full one.
-        if path.exists():
-            shutil.rmtree(path)
+        _remove(path)  # a damaged one of the same point; a directory cannot be renamed onto a full one
         temporary.rename(path)
         force_to_disk(directory)
     except (OSError, RuntimeError) as error:
@@ -88,8 +86,14 @@ def save_checkpoint(
     names = list_checkpoints(directory)
     for old in names[:-keep]:
         if old.name != progress.best_name and old != path:
-            shutil.rmtree(old)
+            _remove(old)
     return path
+
+
+def _remove(path: Path) -> None:
+    """Takes a checkpoint's name away before its files, so that half of one is never taken for a whole one."""
+    if path.exists():
+        shutil.rmtree(path.rename(path.with_name(f'.{path.name}.old')))
 
 
 def force_to_disk(path: Path) -> None:

@@ -86,10 +86,13 @@ class TrainImages(Dataset):
 
 
 class ValImages(Dataset):
-    """Images as evaluation sees them. An unreadable one is left out, and named: another would falsify the result."""
+    """Images as evaluation sees them. An unreadable one is left out, and named: another would falsify the result.
 
-    def __init__(self, source: Source, transform: Transform):
-        self.source, self.transform = source, transform
+    With `filler` it is that image, of label -1, instead: for those who need every place taken.
+    """
+
+    def __init__(self, source: Source, transform: Transform, filler: Tensor | None = None):
+        self.source, self.transform, self.filler = source, transform, filler
 
     def __len__(self) -> int:
         return len(self.source)
@@ -98,7 +101,7 @@ class ValImages(Dataset):
         try:
             image, label = self.source.read(index)
         except UnreadableImage as error:
-            return None, -1, [str(error)]
+            return self.filler, -1, [str(error)]
         return self.transform(image), label, []
 
 
@@ -220,9 +223,14 @@ def val_loader(
     if isinstance(source, StreamSource):
         dataset = StreamImages(source, transform, shard, None, 0, 0)
         return iter(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
-    mine = range(shard.rank, len(source), shard.processes)
+    return shard_loader(ValImages(source, transform), config, batch_size, shard)
+
+
+def shard_loader(dataset: TrainImages | ValImages, config: DataConfig, batch_size: int, shard: Shard) -> Iterator[Batch]:
+    """Batches of every processes-th image from the rank-th on, each once and in order."""
+    mine = range(shard.rank, len(dataset), shard.processes)
     batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]
-    return iter(DataLoader(ValImages(source, transform), batch_sampler=batches, collate_fn=collate, **_loading(config)))
+    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 
 def _loading(config: DataConfig) -> dict[str, Any]:
