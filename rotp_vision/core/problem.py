@@ -53,10 +53,7 @@ def rot_problem(
         log_p0 = x.new_zeros(1, num_features).log_softmax(-1)
     else:
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
-    if log_sample_prior is None:
-        log_q0 = x.new_zeros(1, num_samples)
-    else:
-        log_q0 = log_sample_prior.to(dtype)
+    log_q0 = x.new_zeros(1, num_samples) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
         return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.

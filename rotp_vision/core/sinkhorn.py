@@ -64,6 +64,7 @@ def sinkhorn(
         for _ in range(num_inner):
             a = feature_rate * (log_p0 - (g_rows if b is None else g_rows + b).logsumexp(2, keepdim=True))
             b = sample_rate * (log_q0 - (g + a).logsumexp(1, keepdim=True))
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         log_plan = zero_masked(normalize_mass(g_rows + a + b), mask)
     return hide_masked(log_plan, mask)

@@ -49,14 +49,12 @@ def step_weights(
     def expand(name: str, value: Weight | None) -> Tensor | None:
         if value is None:
             return None
-        if not isinstance(value, Tensor):
-            numbers = [float(v) for v in value] if isinstance(value, Sequence) else [float(value)]
-            if not all(0 < v < float('inf') for v in numbers):
-                raise ValueError(f'{name} must be positive and finite, got {value}')
-            value = torch.tensor(numbers if isinstance(value, Sequence) else numbers[0], dtype=dtype, device=device)
-        if value.shape not in ((), (num_modules,)):
-            raise ValueError(f'{name} must be one number or {num_modules}, one per module, got {tuple(value.shape)}')
-        return value.expand(num_modules)
+        tensor = value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=dtype, device=device)
+        if not isinstance(value, Tensor) and not bool((tensor.isfinite() & (tensor > 0)).all()):
+            raise ValueError(f'{name} must be positive and finite, got {value}')
+        if tensor.shape not in ((), (num_modules,)):
+            raise ValueError(f'{name} must be one number or {num_modules}, one per module, got {tuple(tensor.shape)}')
+        return tensor.expand(num_modules)
 
     smooth = expand('smoothness', smoothness)
     assert smooth is not None

@@ -1,0 +1,19 @@
+"""Pooling layers on the core solvers."""
+
+from rotp_vision.layers.base import ROTPool
+from rotp_vision.layers.global_pool import GlobalROTPool2d
+from rotp_vision.layers.hierarchical_pool import MixedROTPool2d, ROTSetFusion
+from rotp_vision.layers.local_pool import LocalROTPool2d
+from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.set_pool import ROTSetPool
+
+__all__ = [
+    'GlobalROTPool2d',
+    'LocalROTPool2d',
+    'MixedROTPool2d',
+    'PoolOptions',
+    'ROTPool',
+    'ROTSetFusion',
+    'ROTSetPool',
+    'pool_options',
+]

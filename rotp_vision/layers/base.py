@@ -1,0 +1,103 @@
+"""What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
+from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, PositiveWeight, view_of
+
+
+class ROTPool(nn.Module):
+    """Pools sets with the plan of a regularized optimal transport problem whose weights are learned.
+
+    Args:
+        options: `PoolOptions`, a mapping of its fields, or a solver's name.
+        num_features: D; needed only for what has a size: attention priors and a gain per channel.
+    """
+
+    def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
+        super().__init__()
+        self.options = pool_options(options)
+        self.solver = self.options.to_solver()
+        self.view = self.options.view
+        if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
+            raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
+        self.weights = ModuleWeights(self.options)
+        self.prior = None
+        if self.options.prior == 'attention':
+            assert num_features is not None
+            self.prior = AttentionPrior(num_features, self.options.prior_width, self.options.start == 'mean')
+        self.gain = None
+        if self.options.gain != 'off':
+            size = (num_features,) if self.options.gain == 'channel' and num_features is not None else ()
+            self.gain = PositiveWeight(1.0, size)
+
+    def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
+        log_feature_prior = None
+        if self.prior is not None:
+            log_feature_prior, log_sample_prior = self.prior(x)
+        return rot_problem(
+            view_of(x, self.view, mask),
+            log_feature_prior=log_feature_prior,
+            log_sample_prior=log_sample_prior,
+            mask=mask,
+        )
+
+    def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+        """Pooled features (B, D), in the dtype of `x`, of the sets `x` (B, D, N).
+
+        Args:
+            x: (B, D, N).
+            mask: (B, N), True where a sample exists; None where all do.
+            log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
+        """
+        x = _without_masked(x, mask)
+        pooled = rot_pool(x, self._problem(x, mask, log_sample_prior), self.weights(), self.solver)
+        return pooled if self.gain is None else pooled * self.gain().to(pooled.dtype)
+
+    def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+        """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""
+        problem = self._problem(_without_masked(x, mask), mask, log_sample_prior)
+        return solve(problem, self.weights(), self.solver)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """The positive weights by name as they are now, detached: 'smoothness', 'step', …, 'gain'."""
+        named = {name: weight().detach() for name, weight in self.weights.named_children()}
+        if self.gain is not None:
+            named['gain'] = self.gain().detach()
+        return named
+
+    def set_weights(self, **values: Tensor | float):
+        """Let weights be given positive values from here on, by the names of `named_weights`."""
+        known = dict(self.weights.named_children())
+        if self.gain is not None:
+            known['gain'] = self.gain
+        for name, value in values.items():
+            weight = known.get(name)
+            if not isinstance(weight, PositiveWeight):
+                raise ValueError(f'this layer has no weight {name!r}; it has {", ".join(known)}')
+            weight.set(value)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that weight decay would pull off their meaning: all positive weights."""
+        return {name for name, _ in self.named_parameters() if name.endswith('.beta')}
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        # A file of the native network holds nothing of this layer: keep what is here. A file that holds only a part
+        # is reported as torch always does. (state_dict is torch's own copy, from which the children load next.)
+        if not any(key.startswith(prefix) for key in state_dict):
+            state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        given = {'solver': self.options.solver, 'modules': self.options.modules} | self.options.to_dict()
+        given.pop('num_modules', None)
+        return ', '.join(f'{name}={value!r}' for name, value in given.items())
+
+
+def _without_masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    """`x` (B, D, N) with zeros where nothing is: padding may hold anything, NaN included."""
+    return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0)

@@ -1,0 +1,85 @@
+"""Global pooling of feature maps, in place of average pooling before a classifier."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rotp_vision.layers.base import ROTPool
+from rotp_vision.layers.options import PoolOptions
+
+
+class MapPool(ROTPool):
+    """Reads feature maps of either format as sets, and speaks timm's pool protocol."""
+
+    def __init__(
+        self,
+        options: PoolOptions | Mapping[str, Any] | str | None = None,
+        num_features: int | None = None,
+        *,
+        flatten: bool = True,
+        input_fmt: Literal['NCHW', 'NHWC'] = 'NCHW',
+    ):
+        super().__init__(options, num_features)
+        if input_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"input_fmt must be 'NCHW' or 'NHWC', got {input_fmt!r}")
+        self.pool_type = 'rotp'
+        self.flatten = flatten
+        self.input_fmt = input_fmt
+
+    def sets(self, x: Tensor) -> Tensor:
+        """The feature map as sets (B, D, N): a view of either memory format, not a copy."""
+        if x.dim() != 4:
+            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {tuple(x.shape)}')
+        if self.input_fmt == 'NHWC':
+            return x.flatten(1, 2).transpose(1, 2)
+        return x.flatten(2)
+
+    def shaped(self, pooled: Tensor) -> Tensor:
+        """Pooled features (B, D) in the shape that this layer returns."""
+        if self.flatten:
+            return pooled
+        if self.input_fmt == 'NHWC':
+            return pooled[:, None, None, :]
+        return pooled[:, :, None, None]
+
+    def feat_mult(self) -> int:
+        """How many times the input's channels the output has (timm's pool protocol)."""
+        return 1
+
+    def is_identity(self) -> bool:
+        """Whether this pool does nothing (timm's pool protocol)."""
+        return False
+
+    def plan(self, x: Tensor) -> Tensor:
+        """(B, D, N) log plan of mass one for the feature map `x`, N = H · W row by row."""
+        return self.log_plan(self.sets(x))
+
+    def extra_repr(self) -> str:
+        return f'{super().extra_repr()}, flatten={self.flatten}, input_fmt={self.input_fmt!r}'
+
+
+class GlobalROTPool2d(MapPool):
+    """Global ROT pooling of feature maps of any height and width.
+
+        f_d = Σ_n x_dn P_dn / Σ_n P_dn,   P the plan of the image's own problem
+
+    Args:
+        options: `PoolOptions`, a mapping of its fields, or a solver's name. The default is the paper's.
+        num_features: channels; needed only for attention priors and a gain per channel.
+        flatten: whether to drop the spatial axes of the output.
+        input_fmt: 'NCHW' or 'NHWC'.
+
+    Shapes:
+        (B, C, H, W) to (B, C), or (B, C, 1, 1) if not `flatten`; NHWC: (B, H, W, C) to (B, C) or (B, 1, 1, C).
+
+    Example:
+        >>> import torch
+        >>> from rotp_vision.layers import GlobalROTPool2d
+        >>> pool = GlobalROTPool2d('sinkhorn')
+        >>> pool(torch.rand(2, 8, 7, 7)).shape
+        torch.Size([2, 8])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shaped(self.pool_sets(self.sets(x)))

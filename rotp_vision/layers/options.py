@@ -1,0 +1,177 @@
+"""What a pooling layer is made of: one frozen object for layers, models, surgery, YAML and JSON."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from rotp_vision.core import SOLVERS, Similarity, Solver, SolverName
+
+Start = Literal['paper', 'mean']
+View = Literal['identity', 'rms', 'log']
+Gain = Literal['off', 'scalar', 'channel']
+Prior = Literal['uniform', 'attention']
+Learn = Literal['per-module', 'shared', 'fixed']
+
+# softplus(0), where the published code starts every weight.
+PAPER_START = 0.6931471805599453
+# Temperatures at which pooling is all but average pooling: large against the spread of what the plan sees. A raw map
+# of a trained network reaches a few hundred; x / rms at most sqrt(N); log x spans about ten.
+MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Options of an ROTP layer. The defaults are the paper's ImageNet setting.
+
+    A weight is the positive value that it starts at; None leaves it to `start`. See MATH in the README for the
+    objective they belong to.
+
+    Attributes:
+        solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
+        num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
+        num_inner: K, Sinkhorn steps in a module.
+        coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
+        start: 'paper' starts every weight at softplus(0); 'mean' starts next to average pooling.
+        learn: weights 'per-module', 'shared' over modules, or 'fixed'.
+        structure: α0, weight of the structural term; 0 leaves it out.
+        smoothness: α1.
+        feature_penalty: α2.
+        sample_penalty: α3.
+        step: ρ of Bregman ADMM.
+        proximal: τ of Sinkhorn's outer loop.
+        similarity: of the structural term, 'covariance' or 'cosine'.
+        prior: 'uniform', or 'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
+        prior_width: rows of V, and the inner width of U = U2 U1; None means as many as there are features.
+        view: what the plan sees: 'identity' (the paper), 'rms' (each feature over its root mean square across the
+            samples) or 'log' (log(max(x, 0) + 0.001)). What is averaged is always the features themselves.
+        gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
+    """
+
+    solver: SolverName = 'badmm-e'
+    num_modules: int | None = None
+    num_inner: int = 4
+    coupled: bool = False
+    start: Start = 'paper'
+    learn: Learn = 'per-module'
+    structure: float = 0.0
+    smoothness: float | Sequence[float] | None = None
+    feature_penalty: float | Sequence[float] | None = None
+    sample_penalty: float | Sequence[float] | None = None
+    step: float | Sequence[float] | None = None
+    proximal: float | Sequence[float] | None = None
+    similarity: Similarity = 'covariance'
+    prior: Prior = 'uniform'
+    prior_width: int | None = None
+    view: View = 'identity'
+    gain: Gain = 'off'
+
+    def __post_init__(self):
+        choices = {
+            'solver': SOLVERS,
+            'start': get_args(Start),
+            'learn': get_args(Learn),
+            'similarity': get_args(Similarity),
+            'prior': get_args(Prior),
+            'view': get_args(View),
+            'gain': get_args(Gain),
+        }
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
+        for name in ('num_modules', 'num_inner', 'prior_width'):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f'{name} must be a positive integer, got {value!r}')
+        if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or self.structure < 0:
+            raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
+        if self.coupled and self.solver == 'sinkhorn':
+            raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
+        starting = self.starting_weights()
+        unread = [
+            name
+            for name in ('feature_penalty', 'sample_penalty', 'step', 'proximal')
+            if getattr(self, name) is not None and name not in starting
+        ]
+        if unread:
+            raise ValueError(
+                f'{", ".join(unread)} has no effect with solver={self.solver!r}, coupled={self.coupled}, '
+                f'{self.modules} module(s); leave it out, or choose a solver that reads it'
+            )
+        for name, value in starting.items():
+            values = value if isinstance(value, Sequence) else [value]
+            if not all(isinstance(v, (int, float)) and 0 < v < float('inf') for v in values):
+                raise ValueError(f'{name} must be positive and finite, got {value!r}')
+            if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
+                raise ValueError(
+                    f'{name} must be one number, or {self.modules} numbers, one per module, when learn is not '
+                    f"'shared'; got {value!r} with learn={self.learn!r}"
+                )
+
+    @property
+    def modules(self) -> int:
+        """T, the number of modules."""
+        if self.num_modules is not None:
+            return self.num_modules
+        return 1 if self.solver == 'sinkhorn' and self.structure == 0 else 4
+
+    def to_solver(self) -> Solver:
+        return Solver(self.solver, self.coupled, self.num_inner, self.similarity)
+
+    def starting_weights(self) -> dict[str, float | Sequence[float]]:
+        """The weights that this solver reads, and the positive value(s) each starts at."""
+        temperature = PAPER_START if self.start == 'paper' else MEAN_START[self.view]
+        penalty = PAPER_START if self.start == 'paper' else 1.0
+        starts: dict[str, float] = {'smoothness': temperature}
+        if self.solver == 'sinkhorn':
+            starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
+            if self.modules > 1:
+                starts['proximal'] = temperature
+        else:
+            starts['step'] = temperature
+            if self.coupled:
+                starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
+        weights: dict[str, float | Sequence[float]] = {}
+        for name, start in starts.items():
+            given = getattr(self, name)
+            weights[name] = start if given is None else given
+        if self.structure > 0:
+            weights['structure'] = self.structure
+        return weights
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from the defaults, ready for JSON or YAML; `pool_options` reads them back."""
+        defaults = asdict(PoolOptions())
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
+
+
+def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, **changes: Any) -> PoolOptions:
+    """Options from options, a mapping of them (JSON, YAML), a solver's name or None (the defaults), then `changes`.
+
+    >>> pool_options('sinkhorn', view='rms').view
+    'rms'
+    """
+    if options is None:
+        base: dict[str, Any] = {}
+    elif isinstance(options, str):
+        base = {'solver': options}
+    elif isinstance(options, Mapping):
+        base = dict(options)
+    elif isinstance(options, PoolOptions):
+        _refuse_unknown(changes)
+        return replace(options, **changes)
+    else:
+        raise ValueError(
+            f'pooling options must be PoolOptions, a mapping of its fields or one of {", ".join(SOLVERS)}, '
+            f'got {type(options).__name__}'
+        )
+    merged = base | changes
+    _refuse_unknown(merged)
+    return PoolOptions(**merged)
+
+
+def _refuse_unknown(names: Mapping[str, Any]):
+    known = [field.name for field in fields(PoolOptions)]
+    unknown = sorted(set(names) - set(known))
+    if unknown:
+        raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}; known are {", ".join(known)}')

@@ -1,0 +1,131 @@
+"""Learnable positive weights, learned priors, and the views that a plan sees."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rotp_vision.core import StepWeights
+from rotp_vision.layers.options import PoolOptions, View
+
+# Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
+# view, which at a silent channel would otherwise be infinite.
+VIEW_FLOOR = 1e-3
+
+
+class PositiveWeight(nn.Module):
+    """A positive weight by softplus, w = start · softplus(β) / softplus(0), with β = 0 at the start.
+
+    From the paper's start, softplus(0), this is the paper's w = softplus(β). Scaling by the start makes a step of β
+    a *relative* change of w, so that a weight which starts at 1000 can be learned as readily as one at 1.
+    """
+
+    start: Tensor
+    beta: Tensor
+
+    def __init__(self, start: float | Sequence[float], size: tuple[int, ...] = (), learn: bool = True):
+        super().__init__()
+        self.register_buffer('start', torch.tensor(start, dtype=torch.float32).expand(size).clone())
+        if learn:
+            self.beta = nn.Parameter(torch.zeros(size))
+        else:
+            self.register_buffer('beta', torch.zeros(size))
+
+    def forward(self) -> Tensor:
+        # A half-precision model keeps its weights in half precision but solves in float32.
+        beta = self.beta if self.beta.dtype == torch.float64 else self.beta.float()
+        return self.start * (F.softplus(beta) / math.log(2.0))
+
+    def set(self, value: Tensor | float):
+        """Let the weight be `value` from here on (and β = 0 again)."""
+        value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)
+        if not bool((value > 0).all() and value.isfinite().all()):
+            raise ValueError(f'a weight must be positive and finite, got {value.tolist()}')
+        with torch.no_grad():
+            self.start.copy_(value.expand_as(self.start))
+            self.beta.zero_()
+
+    def extra_repr(self) -> str:
+        if self.beta.is_meta:
+            return f'size={tuple(self.beta.shape)}'
+        values = ', '.join(f'{value:.4g}' for value in self.forward().detach().flatten()[:8].tolist())
+        return f'{values}{", …" if self.beta.numel() > 8 else ""}'
+
+
+class ModuleWeights(nn.Module):
+    """The weights of a solver's modules; only those that the solver reads exist."""
+
+    def __init__(self, options: PoolOptions):
+        super().__init__()
+        self.num_modules = options.modules
+        size = () if options.learn == 'shared' else (options.modules,)
+        starts = options.starting_weights()
+
+        def weight(name: str) -> PositiveWeight | None:
+            return PositiveWeight(starts[name], size, options.learn != 'fixed') if name in starts else None
+
+        self.smoothness = PositiveWeight(starts['smoothness'], size, options.learn != 'fixed')
+        self.feature_penalty = weight('feature_penalty')
+        self.sample_penalty = weight('sample_penalty')
+        self.structure = weight('structure')
+        self.step = weight('step')
+        self.proximal = weight('proximal')
+
+    def forward(self) -> StepWeights:
+        return StepWeights(
+            self.smoothness().expand(self.num_modules),
+            None if self.feature_penalty is None else self.feature_penalty().expand(self.num_modules),
+            None if self.sample_penalty is None else self.sample_penalty().expand(self.num_modules),
+            None if self.structure is None else self.structure().expand(self.num_modules),
+            None if self.step is None else self.step().expand(self.num_modules),
+            None if self.proximal is None else self.proximal().expand(self.num_modules),
+        )
+
+
+class AttentionPrior(nn.Module):
+    """Learned prior marginals as logits (paper, section 4): wᵀ tanh(V X) over samples, U X 1 over features.
+
+    Args:
+        num_features: D.
+        width: rows of V, and inner width of U = U2 U1; None for the paper's D × D matrices.
+        uniform_start: start with w = 0 and U = 0 (or U2 = 0): uniform priors whose gradients are not zero.
+    """
+
+    def __init__(self, num_features: int, width: int | None = None, uniform_start: bool = False):
+        super().__init__()
+        self.sample_hidden = nn.Linear(num_features, width or num_features, bias=False)
+        self.sample_score = nn.Linear(width or num_features, 1, bias=False)
+        self.feature_hidden = nn.Identity() if width is None else nn.Linear(num_features, width, bias=False)
+        self.feature_score = nn.Linear(width or num_features, num_features, bias=False)
+        if uniform_start:
+            nn.init.zeros_(self.sample_score.weight)
+            nn.init.zeros_(self.feature_score.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of p0 (B, D) and of q0 (B, N) for `x` (B, D, N), zero on masked samples."""
+        # Features enter the hidden layer as they lie in memory: no transposed copy of x.
+        hidden = torch.tanh(torch.matmul(self.sample_hidden.weight, x.to(self.sample_hidden.weight.dtype)))
+        sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
+        total = x.sum(2, dtype=self.feature_score.weight.dtype)
+        return self.feature_score(self.feature_hidden(total)), sample_logits
+
+
+def view_of(x: Tensor, view: View, mask: Tensor | None = None) -> Tensor:
+    """What the plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
+
+    identity   x
+    rms        x / sqrt(mean_n x² + floor²)
+    log        log(max(x, 0) + floor)
+    """
+    if view == 'identity':
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if view == 'log':
+        return (x.clamp_min(0.0) + VIEW_FLOOR).log()
+    if mask is None:
+        mean_square = x.square().mean(2, keepdim=True)
+    else:
+        mean_square = x.square().sum(2, keepdim=True) / mask.sum(1).view(-1, 1, 1)
+    return x * (mean_square + VIEW_FLOOR**2).rsqrt()
