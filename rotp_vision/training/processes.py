@@ -36,16 +36,15 @@ class HostGroup:
     """Agreement between the host sides of all processes, over gloo: it never waits for a GPU."""
 
     def __init__(self, accelerator: Accelerator):
-        self.main = accelerator.is_main_process
         self.group = dist.new_group(backend='gloo') if accelerator.num_processes > 1 else None
 
-    def any(self, *flags: bool) -> list[bool]:
-        """For each flag whether any process raised it."""
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the processes."""
         if self.group is None:
-            return list(flags)
-        values = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-        return [bool(value) for value in values.tolist()]
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of their ranks, on every process."""
@@ -57,13 +56,30 @@ class HostGroup:
 
     def wait(self) -> None:
         """Returns when every process has come here."""
-        self.any(False)
+        self.sum(0)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """The sum of a host tensor over the processes."""
-        if self.group is not None:
-            dist.all_reduce(values, group=self.group)
-        return values
+
+class LossWatch:
+    """The loss on the host without stopping the device's queue.
+
+    `record` is called when the forward pass has been queued, `read` when the backward pass has been: by then the device
+    is busy with it, and waiting for the loss costs it nothing.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == 'cuda'
+        self.host = torch.zeros((), pin_memory=self.cuda)
+        self.done = torch.cuda.Event() if self.cuda else None
+
+    def record(self, loss: Tensor) -> None:
+        self.host.copy_(loss.detach(), non_blocking=self.cuda)
+        if self.done is not None:
+            self.done.record()
+
+    def read(self) -> float:
+        if self.done is not None:
+            self.done.synchronize()
+        return float(self.host)
 
 
 @contextmanager
