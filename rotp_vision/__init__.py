@@ -10,6 +10,7 @@ from rotp_vision.layers import (
     ROTSetPool,
     pool_options,
 )
+from rotp_vision.models import ROTPResNet
 
 __version__ = '0.1.0'
 
@@ -18,6 +19,7 @@ __all__ = [
     'LocalROTPool2d',
     'MixedROTPool2d',
     'PoolOptions',
+    'ROTPResNet',
     'ROTPool',
     'ROTSetFusion',
     'ROTSetPool',

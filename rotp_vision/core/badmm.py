@@ -57,10 +57,8 @@ def badmm(
         raise ValueError(f"regularizer must be 'entropic' or 'quadratic', got {regularizer!r}")
     x, log_p0, log_q0, mask = problem
     quadratic = regularizer == 'quadratic'
-    used = {'smoothness': weights.smoothness, 'step': weights.step}
-    if coupled:
-        used |= {'feature_penalty': weights.feature_penalty, 'sample_penalty': weights.sample_penalty}
-    modules = require('coupled badmm' if coupled else 'badmm', **used)
+    penalties = ('feature_penalty', 'sample_penalty') if coupled else ()
+    modules = require('coupled badmm' if coupled else 'badmm', weights, 'smoothness', 'step', *penalties)
     structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
     factors = None if weights.structure is None else similarity_factors(problem, similarity)
 

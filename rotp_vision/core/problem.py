@@ -108,11 +108,11 @@ def objective(
         (B,) the objective of each set.
     """
     x, log_p0, log_q0, mask = problem
-    log_p = zero_masked(log_plan, mask)
-    plan = hide_masked(log_plan, mask).exp()
+    log_plan = hide_masked(log_plan, mask)
+    plan = log_plan.exp()
     gain = x if structure is None else x + structure * structural_force(problem, plan, similarity)
     if regularizer == 'entropic':
-        roughness = plan * (log_p - 1)
+        roughness = plan * (log_plan.clamp(min=torch.finfo(log_plan.dtype).min) - 1)  # finite, so that 0 log 0 = 0
     elif regularizer == 'quadratic':
         roughness = plan.square()
     else:

@@ -39,12 +39,7 @@ def sinkhorn(
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
     x, log_p0, log_q0, mask = problem
-    modules = require(
-        'sinkhorn',
-        smoothness=weights.smoothness,
-        feature_penalty=weights.feature_penalty,
-        sample_penalty=weights.sample_penalty,
-    )
+    modules = require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
     proximals = [None] * len(modules) if weights.proximal is None else weights.proximal.unbind()
     structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
     factors = None if weights.structure is None else similarity_factors(problem, similarity)

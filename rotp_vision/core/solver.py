@@ -6,7 +6,7 @@ from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
 from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import ROTProblem
+from rotp_vision.core.problem import ROTProblem, zero_masked
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
@@ -37,6 +37,6 @@ def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
 def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     """(B, D) pooled `features` (B, D, N), in their dtype: `pool(features, solve(problem, weights, solver))`.
 
-    `problem.features` is what the plan sees, `features` what is averaged.
+    `problem.features` is what the plan sees, `features` what is averaged; masked samples may hold anything, even NaN.
     """
-    return pool(features, solve(problem, weights, solver))
+    return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))

@@ -37,18 +37,21 @@ def similarity_factors(problem: 'ROTProblem', similarity: Similarity) -> tuple[T
     x, mask = problem.features, problem.mask
     num_features, num_samples = x.shape[1:]
     if similarity == 'covariance':
-        count = num_samples if mask is None else mask.sum(-1, keepdim=True)
+        count = num_samples if mask is None else mask.sum(-1, keepdim=True, dtype=x.dtype)
         left = x - x.sum(-1, keepdim=True) / count
         if mask is not None:
             left = left * mask
-        scale = num_samples**-0.5 if mask is None else count**-0.5
-        return left * scale, (x - x.mean(1, keepdim=True)) * num_features**-0.5
+        return left * count**-0.5, (x - x.mean(1, keepdim=True)) * num_features**-0.5
     if similarity == 'cosine':
-        # The smallest normal number under the root keeps the slope at an all-zero row or column finite.
-        tiny = torch.finfo(x.dtype).tiny
-        square = x.square()
-        return x * (square.sum(-1, keepdim=True) + tiny).rsqrt(), x * (square.sum(1, keepdim=True) + tiny).rsqrt()
+        return _normalize(x, 2), _normalize(x, 1)
     raise ValueError(f"similarity must be 'covariance' or 'cosine', got {similarity!r}")
+
+
+def _normalize(x: Tensor, dim: int) -> Tensor:
+    """`x` scaled to length one along `dim`; what has no length has no direction: it stays zero, with zero slope."""
+    square = x.square().sum(dim, keepdim=True)
+    # The slope of rsqrt is its cube, which must not overflow either.
+    return x * square.masked_fill(square < torch.finfo(x.dtype).tiny ** 0.5, torch.inf).rsqrt()
 
 
 def apply_factors(left: Tensor, right: Tensor, plan: Tensor) -> Tensor:

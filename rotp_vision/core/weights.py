@@ -68,13 +68,13 @@ def step_weights(
     )
 
 
-def require(solver: str, **weights: Tensor | None) -> list[tuple[Tensor, ...]]:
-    """The given weights module by module; an error names the solver and the weight that is missing."""
-    missing = [name for name, value in weights.items() if value is None]
+def require(solver: str, weights: StepWeights, *names: str) -> list[tuple[Tensor, ...]]:
+    """The named weights module by module; an error names the solver and the weight that is missing or uneven."""
+    given = {name: value for name, value in zip(weights._fields, weights, strict=True) if value is not None}
+    missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f'{solver} needs the weight(s) {", ".join(missing)}, got None')
-    columns = [value.unbind() for value in weights.values() if value is not None]
-    if any(len(column) != len(columns[0]) for column in columns):
-        lengths = {name: len(column) for name, column in zip(weights, columns, strict=True)}
+    lengths = {name: len(value) for name, value in given.items()}
+    if len(set(lengths.values())) > 1:
         raise ValueError(f'the weights of {solver} must have one entry per module each, got lengths {lengths}')
-    return list(zip(*columns, strict=True))
+    return list(zip(*(given[name].unbind() for name in names), strict=True))

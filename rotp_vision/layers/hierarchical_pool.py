@@ -13,13 +13,14 @@ from rotp_vision.layers.options import PoolOptions, pool_options
 
 Options = PoolOptions | Mapping[str, Any] | str
 
-# The limits of Proposition 1 as numbers: beyond these float32 tells no difference.
-_INFINITE, _ZERO = 1e8, 1e-6
+# The limits of Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness, which
+# outweighs any feature. Beyond these float32 tells no difference.
+_STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
 MEAN_POOL = PoolOptions(
-    'sinkhorn', learn='fixed', smoothness=_INFINITE, feature_penalty=_INFINITE, sample_penalty=_INFINITE
+    'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
 )
 MAX_POOL = PoolOptions(
-    'sinkhorn', learn='fixed', smoothness=_ZERO, feature_penalty=_INFINITE, sample_penalty=_ZERO * 1e-6
+    'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
 )
 
 

@@ -11,7 +11,7 @@ from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
 
 # Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
-CHUNK_VALUES = 2**20
+CHUNK_VALUES = 2**19
 
 
 class LocalROTPool2d(ROTPool):
@@ -86,10 +86,12 @@ class LocalROTPool2d(ROTPool):
 
     def _pool_rows(self, padded: Tensor, rows: '_Axis', columns: '_Axis', first: int, last: int) -> Tensor:
         """(B, last - first, W', C) pooled windows of some rows of the output."""
-        channels_last = padded.permute(0, 2, 3, 1)
+        # Only the rows in question, so that the gradient of each tap is no larger than the chunk.
+        begin, end = rows.span(first, last)
+        part = padded[:, :, begin:end].permute(0, 2, 3, 1)
         windows = torch.stack(
             [
-                channels_last[:, rows.taps(i, first, last), columns.taps(j, 0, columns.num_windows)]
+                part[:, rows.taps(i, last - first), columns.taps(j, columns.num_windows)]
                 for i in range(rows.kernel)
                 for j in range(columns.kernel)
             ]
@@ -137,10 +139,14 @@ class _Axis:
         self.after = max((self.num_windows - 1) * self.stride + reach - size - self.before, 0)
         self.padded = self.before > 0 or self.after > 0
 
-    def taps(self, offset: int, first: int, last: int) -> slice:
-        """The positions in the padded map that the windows `first` … `last` - 1 have at one offset."""
-        begin = first * self.stride + offset * self.dilation
-        return slice(begin, begin + (last - first - 1) * self.stride + 1, self.stride)
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Where in the padded map the windows `first` … `last` - 1 begin and end."""
+        return first * self.stride, (last - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
+
+    def taps(self, offset: int, num_windows: int) -> slice:
+        """The positions, counted from the first window's begin, that so many windows have at one offset."""
+        begin = offset * self.dilation
+        return slice(begin, begin + (num_windows - 1) * self.stride + 1, self.stride)
 
     def inside(self, first: int, last: int) -> list[list[bool]]:
         """For each window, which of its offsets lie inside the map."""

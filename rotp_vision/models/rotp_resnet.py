@@ -1,0 +1,133 @@
+"""ResNets with ROT pooling, registered in timm: resnet{18,34,50,101,152}_rotp{,_s,_q,_local}."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features_fx import register_notrace_module
+from timm.models._registry import get_arch_pretrained_cfgs
+from timm.models.resnet import BasicBlock, Bottleneck, ResNet
+from torch import nn
+
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, pool_options
+
+__all__ = ['ROTPResNet']
+
+# Their forward reads shapes in Python, which symbolic tracing cannot follow: to fx they are leaves.
+register_notrace_module(GlobalROTPool2d)
+register_notrace_module(LocalROTPool2d)
+
+# The stem's pool starts next to the max pooling that it replaces, for native weights to keep their meaning.
+STEM_OPTIONS = PoolOptions('sinkhorn', smoothness=0.1, feature_penalty=1.0, sample_penalty=0.01)
+
+Options = PoolOptions | Mapping[str, Any] | str | None
+
+
+class ROTPResNet(ResNet):
+    """timm's ResNet with ROT pooling before the classifier, and optionally in the stem.
+
+    Args:
+        rotp: options of the global pooling (`PoolOptions`, a mapping of its fields, or a solver's name).
+        rotp_stem: options of the stem's pooling; None keeps its max pooling.
+        global_pool: 'rotp', or one of timm's own, with which the network is a plain ResNet.
+        args, kwargs: as timm's ResNet takes them.
+    """
+
+    def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
+        options = pool_options(rotp)
+        super().__init__(*args, global_pool='avg' if global_pool == 'rotp' else global_pool, **kwargs)
+        self.rotp = options
+        if global_pool == 'rotp':
+            self._install_pool()
+        if rotp_stem is not None:
+            if type(self.maxpool) is not nn.MaxPool2d:
+                raise ValueError(
+                    f'rotp_stem replaces a max pooling, but the stem of this network has {type(self.maxpool).__name__}'
+                )
+            self.maxpool = LocalROTPool2d(
+                rotp_stem,
+                self.bn1.num_features,
+                kernel_size=self.maxpool.kernel_size,
+                stride=self.maxpool.stride,
+                padding=self.maxpool.padding,
+            ).to(self.conv1.weight)
+
+    def _install_pool(self):
+        pool = GlobalROTPool2d(self.rotp, self.num_features)
+        self.global_pool = pool.to(self.layer4[-1].conv1.weight).train(self.training)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Reset the classifier, keeping the trained pooling.
+
+        Args:
+            num_classes: classes of the new classifier, 0 for none.
+            global_pool: None keeps the pooling as it is, and so does 'rotp' if it is ours; where there is none, both
+                make it. One of timm's own ('', 'avg', …) takes its place.
+        """
+        pool = self.global_pool
+        super().reset_classifier(num_classes, 'avg' if global_pool in (None, 'rotp') else global_pool)
+        if isinstance(pool, GlobalROTPool2d) and global_pool in (None, 'rotp'):
+            self.global_pool = pool
+        elif global_pool == 'rotp' or (global_pool is None and pool.is_identity()):
+            self._install_pool()
+
+    def no_weight_decay(self) -> set[str]:
+        """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""
+        pools = [(name, module) for name, module in self.named_modules() if hasattr(module, 'log_plan')]
+        return {f'{name}.{key}' for name, module in pools for key in module.no_weight_decay()}
+
+
+_LAYERS = {
+    'resnet18': (BasicBlock, (2, 2, 2, 2)),
+    'resnet34': (BasicBlock, (3, 4, 6, 3)),
+    'resnet50': (Bottleneck, (3, 4, 6, 3)),
+    'resnet101': (Bottleneck, (3, 4, 23, 3)),
+    'resnet152': (Bottleneck, (3, 8, 36, 3)),
+}
+_VARIANTS: dict[str, dict[str, Any]] = {
+    'rotp': {'rotp': PoolOptions('badmm-e')},
+    'rotp_s': {'rotp': PoolOptions('sinkhorn')},
+    'rotp_q': {'rotp': PoolOptions('badmm-q')},
+    'rotp_local': {'rotp': PoolOptions('badmm-e'), 'rotp_stem': STEM_OPTIONS},
+}
+
+
+def _native_cfgs(native: str, name: str) -> dict[str, Any]:
+    """The pretrained configurations of the native network under our name: its weights are ours to start from."""
+    cfgs = get_arch_pretrained_cfgs(native)
+    default = next(iter(cfgs))
+    return {
+        f'{name}.{full_name.split(".", 1)[1]}{"*" if full_name == default else ""}': cfg
+        for full_name, cfg in cfgs.items()
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        key: cfg
+        for native in _LAYERS
+        for variant in _VARIANTS
+        for key, cfg in _native_cfgs(native, f'{native}_{variant}').items()
+    }
+)
+
+
+def _register(native: str, variant: str):
+    name = f'{native}_{variant}'
+    block, layers = _LAYERS[native]
+
+    def entrypoint(pretrained: bool = False, **kwargs) -> ROTPResNet:
+        model_args = {'block': block, 'layers': layers} | _VARIANTS[variant] | kwargs
+        model = build_model_with_cfg(ROTPResNet, name, pretrained, **model_args)
+        # Weights handed over in the configuration would otherwise stay in it, and keep it from being saved.
+        model.pretrained_cfg.pop('state_dict', None)
+        return model
+
+    entrypoint.__name__ = entrypoint.__qualname__ = name
+    entrypoint.__doc__ = f'{native} with ROT pooling: {_VARIANTS[variant]}.'
+    globals()[name] = register_model(entrypoint)
+
+
+for _native in _LAYERS:
+    for _variant in _VARIANTS:
+        _register(_native, _variant)

@@ -1,0 +1,198 @@
+"""What holds for every solver whatever the numbers: invariances and the poolings that are special cases."""
+
+import pytest
+import torch
+
+from rotp_vision.core import pool, rot_pool, rot_problem, sinkhorn, solve, step_weights
+from tests.core.variants import (
+    VARIANTS,
+    every_structure,
+    every_variant,
+    random,
+    varied_problem,
+    varied_weights,
+    with_similarity,
+)
+
+PUBLISHED = [VARIANTS['badmm-e'], VARIANTS['badmm-q']]
+
+
+def assert_equal(actual, expected, atol=1e-12):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=atol)
+
+
+@every_variant
+@every_structure
+def test_order_of_the_samples_does_not_matter(solver, similarity):
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    x, log_p0, log_q0, _ = varied_problem(2, 4, 7)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    plans, pooled = [], []
+    for index in (torch.arange(7), order):
+        problem = rot_problem(x[..., index], log_feature_prior=log_p0, log_sample_prior=log_q0[:, index])
+        plans.append(solve(problem, weights, solver))
+        pooled.append(rot_pool(x[..., index], problem, weights, solver))
+    assert_equal(plans[1], plans[0][..., order])
+    assert_equal(pooled[1], pooled[0])
+
+
+@every_variant
+@every_structure
+@pytest.mark.parametrize('padding', [0.0, 1e30, float('nan'), float('inf'), float('-inf')])
+def test_padding_does_not_matter(solver, similarity, padding):
+    """A padded set gives what the unpadded one gives, and nothing flows back to the padding."""
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    x, log_p0, log_q0, _ = varied_problem(2, 4, 7)
+    mask = torch.tensor([[True, True, False, True, False, True, True], [False, False, True, True, False, True, False]])
+    padded = x.masked_fill(~mask.unsqueeze(1), padding).requires_grad_()
+    log_q0 = log_q0.detach().masked_fill(~mask, padding).requires_grad_()
+    problem = rot_problem(padded, log_feature_prior=log_p0, log_sample_prior=log_q0, mask=mask)
+    log_plan, pooled = solve(problem, weights, solver), rot_pool(padded, problem, weights, solver)
+    towards = random(2, 4, seed=9)
+    grad_x, grad_q0 = torch.autograd.grad((pooled * towards).sum(), [padded, log_q0])
+    assert (log_plan[~mask.unsqueeze(1).expand_as(log_plan)] == -torch.inf).all()
+    assert (grad_x[~mask.unsqueeze(1).expand_as(grad_x)] == 0).all()
+    assert (grad_q0[~mask] == 0).all()
+    for b in range(2):
+        alone = x[b : b + 1, :, mask[b]].clone().requires_grad_()
+        small = rot_problem(
+            alone, log_feature_prior=log_p0[b : b + 1], log_sample_prior=log_q0.detach()[b : b + 1, mask[b]]
+        )
+        expected = rot_pool(alone, small, weights, solver)
+        assert_equal(log_plan[b : b + 1, :, mask[b]], solve(small, weights, solver))
+        assert_equal(pooled[b : b + 1], expected)
+        (grad,) = torch.autograd.grad((expected * towards[b]).sum(), alone)
+        assert_equal(grad_x[b : b + 1, :, mask[b]], grad)
+
+
+@every_variant
+@every_structure
+def test_a_full_mask_changes_nothing(solver, similarity):
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    x = random(2, 4, 5)
+    full = rot_problem(x, mask=torch.ones(2, 5, dtype=torch.bool))
+    assert_equal(solve(full, weights, solver), solve(rot_problem(x), weights, solver))
+
+
+@every_variant
+@every_structure
+def test_sets_of_a_batch_do_not_see_each_other(solver, similarity):
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    x, log_p0, log_q0, _ = varied_problem(3, 4, 5)
+    x[1] *= 1e3  # a neighbour that would be felt
+    together = solve(rot_problem(x, log_feature_prior=log_p0, log_sample_prior=log_q0), weights, solver)
+    for b in (0, 2):
+        one = slice(b, b + 1)
+        alone = rot_problem(x[one], log_feature_prior=log_p0[one], log_sample_prior=log_q0[one])
+        assert_equal(together[one], solve(alone, weights, solver))
+
+
+@every_variant
+@every_structure
+def test_plan_has_mass_one(solver, similarity):
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    mass = solve(varied_problem(2, 4, 5), weights, solver).exp().sum((1, 2))
+    assert_equal(mass, torch.ones(2, dtype=torch.float64))
+
+
+@every_variant
+@pytest.mark.parametrize('similarity', [None, 'covariance'])
+def test_one_constant_added_to_all_features_shifts_the_output_alone(solver, similarity):
+    """Mass is fixed and covariances are centred; cosine similarity does feel the constant."""
+    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    x = random(2, 4, 5)
+    shifted = x + 7.0
+    assert_equal(solve(rot_problem(shifted), weights, solver), solve(rot_problem(x), weights, solver), 1e-11)
+    assert_equal(
+        rot_pool(shifted, rot_problem(shifted), weights, solver), rot_pool(x, rot_problem(x), weights, solver) + 7.0
+    )
+
+
+@every_variant
+def test_a_constant_per_feature_cancels_where_the_rows_are_pinned(solver):
+    """The published Bregman ADMM pins the rows of the plan to p0; where penalties act, a larger feature gets mass."""
+    weights, x = varied_weights(3, solver), random(2, 4, 5)
+    change = solve(rot_problem(x + random(2, 4, 1, seed=3)), weights, solver) - solve(rot_problem(x), weights, solver)
+    if solver in PUBLISHED:
+        assert_equal(change, torch.zeros_like(change))
+    else:
+        assert change.abs().max() > 0.1
+
+
+# Poolings that are special cases
+
+
+def sinkhorn_pooled(x, alpha, log_sample_prior=None):
+    weights = step_weights(
+        1, smoothness=alpha[0], feature_penalty=alpha[1], sample_penalty=alpha[2], dtype=torch.float64
+    )
+    return pool(x, sinkhorn(rot_problem(x, log_sample_prior=log_sample_prior), weights, 8))
+
+
+@pytest.mark.parametrize('prior', ['uniform', 'attention'])
+def test_sinkhorn_becomes_mean_or_attention_pooling(prior):
+    """Strict marginals and α1 = 1e4 err by cov_q0(x_d, x_d - x̄) / α1, x̄ the mean feature, to second order in 1 / α1."""
+    x = random(2, 6, 9)
+    logits = random(2, 9, seed=1) if prior == 'attention' else torch.zeros(2, 9, dtype=torch.float64)
+    q0 = logits.softmax(1).unsqueeze(1)
+    mean = (x * q0).sum(2)
+    covariance = (x * (x - x.mean(1, keepdim=True)) * q0).sum(2) - mean * (mean - mean.mean(1, keepdim=True))
+    error = sinkhorn_pooled(x, (1e4, 1e12, 1e12), logits) - mean
+    assert (error.abs() < 1e-3).all()
+    assert_equal(error, covariance / 1e4, 1e-7)
+
+
+def test_sinkhorn_becomes_max_pooling():
+    """α1 = 1e-3 with free columns errs by at most α1 log N: the gap of a softmax at temperature α1."""
+    x = random(2, 6, 9)
+    error = x.amax(2) - sinkhorn_pooled(x, (1e-3, 1e4, 1e-9))
+    assert (error > -1e-12).all()
+    assert (error < 1e-3 * torch.tensor(9.0).log() + 1e-5).all()
+
+
+def test_sinkhorn_of_two_pooled_sets_becomes_mixed_pooling():
+    """ω mean + (1 - ω) max: the two as the samples of a set with sample prior (ω, 1 - ω), within 1e-2."""
+    x, omega = random(2, 6, 9), 0.3
+    both = torch.stack([sinkhorn_pooled(x, (1e4, 1e10, 1e10)), sinkhorn_pooled(x, (1e-3, 1e4, 1e-9))], 2)
+    mixed = sinkhorn_pooled(both, (1e4, 1e10, 1e10), torch.tensor([[omega, 1 - omega]], dtype=torch.float64).log())
+    assert_equal(mixed, omega * x.mean(2) + (1 - omega) * x.amax(2), 1e-2)
+
+
+@pytest.mark.parametrize('solver', PUBLISHED, ids=['badmm-e', 'badmm-q'])
+def test_one_published_module_is_softmax_pooling(solver):
+    x, rho = random(2, 6, 9), 0.7
+    weights = step_weights(1, smoothness=0.5, step=rho, dtype=torch.float64)
+    assert_equal(rot_pool(x, rot_problem(x), weights, solver), (x * (x / rho).softmax(2)).sum(2))
+
+
+@pytest.mark.parametrize('solver', VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize('prior', ['uniform', 'attention'])
+def test_every_solver_becomes_mean_or_attention_pooling(solver, prior):
+    """Four modules at temperature 1e5 err by less than 1e-3, and by a tenth of that at 1e6."""
+    x = random(2, 6, 9)
+    logits = random(2, 9, seed=1) if prior == 'attention' else torch.zeros(2, 9, dtype=torch.float64)
+    expected = (x * logits.softmax(1).unsqueeze(1)).sum(2)
+    errors = []
+    for temperature in (1e5, 1e6):
+        weights = step_weights(
+            4,
+            # The temperature is α1 for Sinkhorn, ρ for Bregman ADMM.
+            smoothness=temperature if solver.name == 'sinkhorn' else 1.0,
+            feature_penalty=1e14,
+            sample_penalty=1e14,
+            step=temperature,
+            dtype=torch.float64,
+        )
+        errors.append(rot_pool(x, rot_problem(x, log_sample_prior=logits), weights, solver) - expected)
+    assert errors[0].abs().max() < 1e-3
+    assert_equal(errors[1], errors[0] / 10, 1e-7)
+
+
+@pytest.mark.parametrize('solver', PUBLISHED, ids=['badmm-e', 'badmm-q'])
+def test_one_sharp_published_module_is_max_pooling(solver):
+    """ρ = 1e-3 errs by at most ρ log N."""
+    x = random(2, 6, 9)
+    weights = step_weights(1, smoothness=1.0, step=1e-3, dtype=torch.float64)
+    error = x.amax(2) - rot_pool(x, rot_problem(x), weights, solver)
+    assert (error >= 0).all()
+    assert (error < 1e-3 * torch.tensor(9.0).log()).all()

@@ -1,0 +1,119 @@
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from rotp_vision import LocalROTPool2d, PoolOptions
+from rotp_vision.layers import local_pool
+from rotp_vision.layers.hierarchical_pool import MAX_POOL, MEAN_POOL
+
+GRID = list(itertools.product((1, 2, 3), (1, 2, 3), (0, 1), (1, 2), (False, True)))
+
+
+def impossible(kernel, padding, dilation):
+    return 2 * padding > kernel
+
+
+@pytest.mark.parametrize(('kernel', 'stride', 'padding', 'dilation', 'ceil_mode'), GRID)
+def test_shapes_and_maximum_as_torch(kernel, stride, padding, dilation, ceil_mode):
+    if impossible(kernel, padding, dilation):
+        with pytest.raises(ValueError, match='padding must be at most half of kernel_size'):
+            LocalROTPool2d(kernel_size=kernel, padding=padding)
+        return
+    shape = {'kernel_size': kernel, 'stride': stride, 'padding': padding, 'dilation': dilation, 'ceil_mode': ceil_mode}
+    native = nn.MaxPool2d(**shape)
+    pool = LocalROTPool2d(MAX_POOL, **shape)
+    for size in ((7, 8), (5, 5)):
+        x = torch.randn(2, 3, *size)
+        torch.testing.assert_close(pool(x), native(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ('kernel', 'stride', 'padding', 'ceil_mode'), [(3, 2, 1, False), (2, 2, 0, True), (3, 1, 1, True)]
+)
+def test_mean_limit_is_average_pooling_that_does_not_count_padding(kernel, stride, padding, ceil_mode):
+    x = torch.randn(2, 3, 7, 7)
+    native = nn.AvgPool2d(kernel, stride, padding, ceil_mode=ceil_mode, count_include_pad=False)
+    pool = LocalROTPool2d(MEAN_POOL, kernel_size=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode)
+    torch.testing.assert_close(pool(x), native(x))
+
+
+def test_padding_wins_no_mass_even_where_all_features_are_negative():
+    x = -torch.rand(1, 2, 4, 4) - 1
+    pooled = LocalROTPool2d('badmm-e', kernel_size=3, stride=2, padding=1)(x)
+    assert pooled.max() <= -1
+
+
+def test_same_padding_as_tensorflow():
+    for size, kernel, stride in ((7, 3, 2), (8, 3, 2), (5, 2, 2)):
+        pool = LocalROTPool2d(MAX_POOL, kernel_size=kernel, stride=stride, same=True)
+        x = torch.randn(1, 2, size, size)
+        after = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        padded = nn.functional.pad(x, (after // 2, after - after // 2) * 2, value=-torch.inf)
+        torch.testing.assert_close(pool(x), nn.functional.max_pool2d(padded, kernel, stride), rtol=1e-4, atol=1e-4)
+
+
+def test_a_window_is_a_set_of_its_own():
+    x = torch.rand(2, 5, 4, 6)
+    pool = LocalROTPool2d(PoolOptions('badmm-e', view='rms'), kernel_size=2)
+    windows = nn.functional.unfold(x, 2, stride=2).view(2, 5, 4, 6).permute(0, 3, 1, 2).reshape(12, 5, 4)
+    expected = pool.pool_sets(windows).view(2, 2, 3, 5).permute(0, 3, 1, 2)
+    torch.testing.assert_close(pool(x), expected)
+
+
+@pytest.mark.parametrize('memory_format', [torch.contiguous_format, torch.channels_last])
+def test_chunks_change_nothing(monkeypatch, memory_format):
+    pool = LocalROTPool2d(PoolOptions('badmm-e', gain='scalar'), kernel_size=3, stride=2, padding=1)
+
+    def run():
+        x = torch.linspace(-1, 1, 2 * 3 * 9 * 9).sin().view(2, 3, 9, 9).to(memory_format=memory_format).requires_grad_()
+        pool.zero_grad()
+        pooled = pool(x)
+        pooled.square().sum().backward()
+        return [pooled.detach(), x.grad, *(p.grad for p in pool.parameters())]
+
+    whole = run()
+    monkeypatch.setattr(local_pool, 'CHUNK_VALUES', 1)
+    for one, other in zip(run(), whole, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    pool = LocalROTPool2d('sinkhorn', kernel_size=2, stride=1, padding=1).double()
+    x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(pool, (x,))
+
+
+def test_unbatched_and_bad_input():
+    pool = LocalROTPool2d(kernel_size=3)
+    assert pool(torch.rand(2, 6, 6)).shape == (2, 2, 2)
+    with pytest.raises(ValueError, match=r'x must be a feature map \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)'):
+        pool(torch.rand(4, 4))
+    with pytest.raises(ValueError, match=r'padding 0.* does not fit a map of height 2'):
+        pool(torch.rand(1, 1, 2, 5))
+    with pytest.raises(ValueError, match='kernel_size must be one or two integers of at least 1, got 0'):
+        LocalROTPool2d(kernel_size=0)
+    with pytest.raises(ValueError, match='stride must be one or two integers'):
+        LocalROTPool2d(kernel_size=2, stride=(1, 2, 3))
+
+
+def test_training_memory_is_bounded():
+    """(8, 64, 112, 112), 3×3 stride 2: at most 600 MB above what the process held with its input."""
+    script = """
+import resource, torch
+torch.set_num_threads(1)
+from rotp_vision import LocalROTPool2d
+pool = LocalROTPool2d('badmm-e', kernel_size=3, stride=2, padding=1)
+pool(torch.rand(1, 64, 8, 8, requires_grad=True)).sum().backward()
+x = torch.rand(8, 64, 112, 112, requires_grad=True)
+x.grad = torch.zeros_like(x)
+held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+pool(x).sum().backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) / 1024)
+"""
+    megabytes = float(subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True).stdout)
+    assert megabytes < 600

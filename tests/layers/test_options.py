@@ -1,0 +1,68 @@
+import dataclasses
+import json
+
+import pytest
+
+from rotp_vision import PoolOptions, pool_options
+from rotp_vision.layers.options import PAPER_START
+
+
+def test_defaults_are_the_papers_imagenet_setting():
+    options = PoolOptions()
+    assert (options.solver, options.modules, options.structure, options.prior) == ('badmm-e', 4, 0.0, 'uniform')
+    assert options.starting_weights() == {'smoothness': PAPER_START, 'step': PAPER_START}
+
+
+@pytest.mark.parametrize(
+    ('options', 'weights'),
+    [
+        ({'solver': 'sinkhorn'}, {'smoothness', 'feature_penalty', 'sample_penalty'}),
+        (
+            {'solver': 'sinkhorn', 'structure': 0.1},
+            {'smoothness', 'feature_penalty', 'sample_penalty', 'proximal', 'structure'},
+        ),
+        ({'solver': 'badmm-q'}, {'smoothness', 'step'}),
+        ({'solver': 'badmm-e', 'structure': 0.1}, {'smoothness', 'step', 'structure'}),
+        ({'solver': 'badmm-e', 'coupled': True}, {'smoothness', 'step', 'feature_penalty', 'sample_penalty'}),
+    ],
+)
+def test_only_weights_that_the_solver_reads_exist(options, weights):
+    assert set(pool_options(options).starting_weights()) == weights
+
+
+def test_options_from_every_form_and_back():
+    options = PoolOptions('sinkhorn', view='rms', smoothness=4.0, gain='scalar')
+    as_json = json.loads(json.dumps(options.to_dict()))
+    assert pool_options(as_json) == options
+    assert pool_options(options) == options
+    assert pool_options('sinkhorn', view='rms', smoothness=4.0, gain='scalar') == options
+    assert pool_options(None) == PoolOptions()
+    assert pool_options(options, start='mean').start == 'mean'
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.solver = 'badmm-e'  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        ({'solver': 'sinkhron'}, "solver must be one of sinkhorn, badmm-e, badmm-q, got 'sinkhron'"),
+        ({'solvr': 'sinkhorn'}, 'unknown pooling option.s. solvr; known are solver, num_modules'),
+        ({'smoothness': -1.0}, 'smoothness must be positive and finite, got -1.0'),
+        ({'smoothness': float('nan')}, 'smoothness must be positive'),
+        ({'smoothness': [1.0, 2.0]}, 'smoothness must be one number, or 4 numbers'),
+        ({'smoothness': [1.0] * 4, 'learn': 'shared'}, 'must be one number'),
+        ({'structure': -0.1}, 'structure must be a number that is positive, or zero'),
+        ({'num_modules': 0}, 'num_modules must be a positive integer, got 0'),
+        ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
+        ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
+        ({'solver': 'sinkhorn', 'step': 1.0}, "step has no effect with solver='sinkhorn'"),
+        ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
+        ({'view': 'raw'}, 'view must be one of identity, rms, log'),
+        ({'gain': True}, 'gain must be one of off, scalar, channel'),
+        ({'prior': 'learned'}, 'prior must be one of uniform, attention'),
+        (3, 'pooling options must be PoolOptions, a mapping of its fields or one of'),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        pool_options(options)

@@ -1,0 +1,90 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from rotp_vision import PoolOptions, ROTPool
+from rotp_vision.layers.weights import AttentionPrior, PositiveWeight, view_of
+
+
+@pytest.mark.parametrize('learn', ['per-module', 'shared', 'fixed'])
+def test_starting_values_mean_what_they_say(learn):
+    options = PoolOptions(
+        'badmm-e', coupled=True, learn=learn, structure=0.2, smoothness=0.3, feature_penalty=5.0, step=1e3
+    )
+    layer = ROTPool(options)
+    weights = layer.named_weights()
+    expected = {'structure': 0.2, 'smoothness': 0.3, 'feature_penalty': 5.0, 'step': 1e3, 'sample_penalty': math.log(2)}
+    assert set(weights) == set(expected)
+    for name, value in expected.items():
+        assert weights[name].shape == (() if learn == 'shared' else (4,))
+        torch.testing.assert_close(weights[name], torch.full_like(weights[name], value))
+    assert len(list(layer.parameters())) == (0 if learn == 'fixed' else 5)
+
+
+def test_one_value_per_module():
+    layer = ROTPool(PoolOptions(num_modules=3, smoothness=[1.0, 2.0, 3.0]))
+    assert layer.named_weights()['smoothness'].tolist() == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_the_papers_start_is_the_papers_softplus():
+    weight = PositiveWeight(math.log(2))
+    with torch.no_grad():
+        weight.beta.fill_(1.7)
+    torch.testing.assert_close(weight(), F.softplus(torch.tensor(1.7)))
+
+
+def test_set_weights():
+    layer = ROTPool(PoolOptions('sinkhorn', gain='scalar'))
+    layer.set_weights(smoothness=4.0, gain=1.5)
+    assert layer.named_weights()['smoothness'].item() == pytest.approx(4.0)
+    assert layer.named_weights()['gain'].item() == pytest.approx(1.5)
+    with pytest.raises(ValueError, match="no weight 'step'; it has smoothness, feature_penalty"):
+        layer.set_weights(step=1.0)
+    with pytest.raises(ValueError, match='a weight must be positive and finite'):
+        layer.set_weights(smoothness=0.0)
+
+
+@pytest.mark.parametrize('width', [None, 3])
+def test_attention_prior_is_the_papers(width):
+    torch.manual_seed(0)
+    prior = AttentionPrior(4, width).double()
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    feature_logits, sample_logits = prior(x)
+    v, w = prior.sample_hidden.weight, prior.sample_score.weight
+    u = prior.feature_score.weight
+    if width is not None:
+        u = u @ prior.feature_hidden.weight
+    assert u.shape == (4, 4)
+    for b in range(2):
+        torch.testing.assert_close(sample_logits[b], (w @ torch.tanh(v @ x[b])).flatten())
+        torch.testing.assert_close(feature_logits[b], u @ x[b] @ torch.ones(5, dtype=torch.float64))
+
+
+def test_attention_prior_reaches_the_plan():
+    torch.manual_seed(0)
+    layer = ROTPool(
+        PoolOptions('sinkhorn', prior='attention', smoothness=1e8, feature_penalty=1e16, sample_penalty=1e16), 4
+    ).double()
+    x = torch.randn(2, 4, 5, dtype=torch.float64)
+    attention = layer.prior(x)[1].softmax(1)
+    torch.testing.assert_close(layer.pool_sets(x), torch.einsum('bdn,bn->bd', x, attention), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize('view', ['rms', 'log'])
+def test_views_with_mask_equal_views_of_what_is_left(view):
+    x = torch.rand(1, 3, 6)
+    mask = torch.tensor([[True, True, False, True, False, True]])
+    seen = view_of(x.masked_fill(~mask, 0.0), view, mask)
+    torch.testing.assert_close(seen[..., mask[0]], view_of(x[..., mask[0]], view))
+
+
+def test_rms_view_is_scale_free_and_flat_at_silent_channels():
+    x = torch.rand(2, 3, 9)
+    scale = torch.tensor([1.0, 100.0, 0.5]).view(1, 3, 1)
+    torch.testing.assert_close(view_of(x * scale, 'rms'), view_of(x, 'rms'), rtol=1e-4, atol=1e-4)
+    silent = torch.zeros(1, 3, 9, requires_grad=True)
+    view_of(silent, 'rms').sum().backward()
+    assert torch.isfinite(silent.grad).all()
+    assert silent.grad.abs().max() <= 1001
