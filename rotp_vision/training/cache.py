@@ -18,7 +18,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from rotp_vision.training.checkpoint import force_to_disk
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Batch, Shard, epoch_batches
+from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
+from rotp_vision.training.model import map_shape
+from rotp_vision.training.run import Run
+from rotp_vision.training.sources import StreamSource
 
 
 class PoolAndClassifier(nn.Module):
@@ -91,13 +94,11 @@ def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor]
     """Computes one shard of `length` maps; its name appears only once it is whole. Returns names of broken images.
 
     Args:
-        file: the shard; left as it is if it exists.
+        file: the shard.
         batches: the images, in the order of the shard; unreadable ones carry label -1.
         compute: images to maps (B, C, H, W).
         length: images of the shard.
     """
-    if file.exists():
-        return []
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f'.{file.name}.tmp')
     maps, done, broken = None, 0, []
@@ -106,7 +107,9 @@ def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor]
         values = compute(batch.images)
         half = values.half()
         if not bool(half.isfinite().all()):
-            raise ValueError(f'a feature of size {values.abs().max():.3g} does not fit float16: set cache_features false')
+            raise ValueError(
+                f'a feature of size {values.abs().max():.3g} does not fit float16: set cache_features false'
+            )
         if maps is None:
             maps = np.lib.format.open_memmap(temporary, 'w+', np.float16, (length, *values.shape[1:]))
         maps[done : done + len(half)] = half.cpu().numpy()
@@ -135,6 +138,11 @@ class CachedMaps(Dataset):
 
     def __len__(self) -> int:
         return sum(map(len, self.labels))
+
+    @property
+    def readable(self) -> int:
+        """How many of the images could be read."""
+        return sum(int((labels >= 0).sum()) for labels in self.labels)
 
     def __getitem__(self, indices: list[int]) -> Batch:
         """The maps of all `indices` that have one, in float16."""
@@ -165,3 +173,41 @@ class FeatureCache:
         mine = range(shard.rank, len(self.val), shard.processes)
         for first in range(0, len(mine), batch_size):
             yield self.val[list(mine[first : first + batch_size])]
+
+
+def build_cache(run: Run, model: nn.Module) -> FeatureCache:
+    """The maps of all images by the frozen backbone of `model`, computed now unless they are there already."""
+    config, data, shard = run.config, run.config.data, run.shard
+    assert not isinstance(run.train, StreamSource)  # the configuration does not allow it
+    assert not isinstance(run.val, StreamSource)
+    views = config.stage2.cache_views
+    base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
+    directory = base / fingerprint(model, data, config.seed, views)
+    filler = torch.zeros(3, data.image_size, data.image_size)
+    parts: dict[str, TrainImages | ValImages] = {'val': ValImages(run.val, run.val_transform, filler)}
+    if views == 0:
+        parts['train0'] = ValImages(run.train, run.val_transform, filler)
+    for view in range(views):
+        parts[f'train{view}'] = TrainImages(run.train, run.train_transform, config.seed, view)
+
+    missing = [part for part in parts if not shard_file(directory, part, shard).exists()]
+    if any(run.host.gather(missing)):
+        plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
+        plan.check_disk(directory)
+        run.console.print(f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}', soft_wrap=True)
+
+    @torch.no_grad()
+    def compute(images: Tensor) -> Tensor:
+        with run.accelerator.autocast():
+            return model.forward_features(run.to_device(images)).float()  # type: ignore[operator]
+
+    model.eval()
+    for part, dataset in parts.items():
+        broken: list[str] = []
+        if part in missing:
+            batches = shard_loader(dataset, data, run.local_batch, shard)
+            length = len(range(shard.rank, len(dataset), shard.processes))
+            broken = write_shard(shard_file(directory, part, shard), batches, compute, length)
+        run.note_broken(broken)
+    run.host.wait()
+    return FeatureCache(directory, views, shard.processes)

@@ -30,8 +30,7 @@ class Progress:
     epoch: int = 0  # the epoch under way
     step: int = 0  # steps of it that are done
     loss_sum: float = 0.0  # over these steps
-    best: float = -1.0  # top-1 accuracy
-    best_name: str = ''  # the checkpoint that had it
+    best: dict[str, float] = field(default_factory=dict)  # best checkpoint of each stage: name → top-1 accuracy
     steps: list[dict[str, Any]] = field(default_factory=list)  # rows of steps.csv
     epochs: list[dict[str, Any]] = field(default_factory=list)  # rows of metrics.csv
     weights: list[dict[str, Any]] = field(default_factory=list)  # rows of weights.csv
@@ -42,6 +41,13 @@ class Progress:
     def name(self) -> str:
         """Name of this point's checkpoint; names sort in the order of the run."""
         return f'stage{self.stage}-epoch{self.epoch:04d}-step{self.step:06d}'
+
+    def note_accuracy(self, top1: float) -> None:
+        """Makes this point the best of its stage if it is."""
+        stage = f'stage{self.stage}-'
+        before = {name: value for name, value in self.best.items() if name.startswith(stage)}
+        if all(top1 > value for value in before.values()):
+            self.best = {name: value for name, value in self.best.items() if name not in before} | {self.name: top1}
 
 
 class Checkpoint(NamedTuple):
@@ -55,7 +61,12 @@ class Checkpoint(NamedTuple):
 
 
 def save_checkpoint(
-    directory: Path, progress: Progress, config: dict[str, Any], model: Mapping[str, Tensor], state: dict[str, Any], keep: int
+    directory: Path,
+    progress: Progress,
+    config: dict[str, Any],
+    model: Mapping[str, Tensor],
+    state: dict[str, Any],
+    keep: int,
 ) -> Path:
     """Writes a checkpoint of this point under `directory`, then removes all but the last `keep` and the best.
 
@@ -85,7 +96,7 @@ def save_checkpoint(
         raise _explained(error, directory) from error
     names = list_checkpoints(directory)
     for old in names[:-keep]:
-        if old.name != progress.best_name and old != path:
+        if old.name not in progress.best:
             _remove(old)
     return path
 
@@ -133,7 +144,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `resume` (auto, never or a path) means, and warnings about those that had to be passed over."""
+    """The checkpoint that `resume` (auto, never or a path) means, and warnings about damaged ones passed over."""
     warnings: list[str] = []
     candidates = list_checkpoints(directory)
     if resume == 'never':
@@ -155,7 +166,7 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint directory, a .safetensors file or a torch file (a state dict, bare or under a usual key)."""
+    """Weights of a checkpoint directory, a .safetensors file or a torch file (a state dict or one that holds it)."""
     if path.is_dir():
         return load_checkpoint(path).model
     if not path.is_file():

@@ -90,12 +90,10 @@ class PoolConfig:
     Args:
         options: a solver's name (sinkhorn, badmm-e, badmm-q) or a mapping of the pooling's options.
         where: which pools are replaced: global (before the classifier), local (inside the network) or both.
-        start: mean starts as close to average pooling as the weights allow; paper at the paper's values.
     """
 
     options: str | dict[str, Any] = 'sinkhorn'
     where: str = 'global'
-    start: str = 'mean'
 
 
 @dataclass
@@ -168,8 +166,8 @@ class RunConfig:
 
     Args:
         output: directory of the run: checkpoints, metrics, pictures, export.
-        resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from that
-            checkpoint.
+        resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
+            that checkpoint.
         dry_run: print the plan and a time estimate from a few steps, write nothing.
         evaluate: only evaluate: a checkpoint directory, an exported directory or a weights file; `model` for the
             network as configured.
@@ -271,7 +269,12 @@ def check_config(config: RunConfig) -> None:
         need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
         mixes = stage.mixup > 0 or stage.cutmix > 0
         even = config.global_batch_size % (2 * stage.accumulation) == 0
-        need(not mixes or even, 'global_batch_size', f'even per forward pass for mixup ({name})', config.global_batch_size)
+        need(
+            not mixes or even,
+            'global_batch_size',
+            f'even per forward pass for mixup ({name})',
+            config.global_batch_size,
+        )
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)
@@ -285,8 +288,8 @@ def check_config(config: RunConfig) -> None:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The settings as plain nested values, the form in which they are stored."""
-    return dataclasses.asdict(config)
+    """The settings as nested values that YAML and JSON give back as they were: the form in which they are stored."""
+    return dataclasses.asdict(config, dict_factory=_plain)
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -294,17 +297,22 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     free = set(FREE_ON_RESUME)
     if new['data']['streaming']:
         free.remove('data.workers')  # the order of a stream depends on them
-    before, after = dict(_flat(old)), dict(_flat(new))
+    before, after = dict(flat(old)), dict(flat(new))
     differing = [key for key in sorted({*before, *after} - free) if before.get(key) != after.get(key)]
     return [f'{key}: {before.get(key)} → {after.get(key)}' for key in differing]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+
+def flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f'{prefix}{key}.')
+            yield from flat(value, f'{prefix}{key}.')
         else:
-            yield prefix + key, list(value) if isinstance(value, tuple) else value
+            yield prefix + key, value
 
 
 def _fields(cls: type, prefix: str = '') -> dict[str, bool]:
@@ -351,7 +359,7 @@ def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
         if key == 'config':
             file = Path(value or next(iter(args[position + 1 :]), ''))
             content = yaml.safe_load(file.read_text()) if file.is_file() else None
-            for name, _ in _flat(content) if isinstance(content, Mapping) else ():
+            for name, _ in flat(content) if isinstance(content, Mapping) else ():
                 yield from complaint(name, str(file))
         elif key.removesuffix('+') not in tools:
             yield from complaint(key.removesuffix('+'), 'the arguments')

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from timm.data import create_transform
+from timm.data import create_transform  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -112,7 +112,9 @@ class StreamImages(IterableDataset):
     images came before it: the first `skip` rows, those before an interruption, need not be decoded to be passed over.
     """
 
-    def __init__(self, source: StreamSource, transform: Transform, shard: Shard, seed: int | None, epoch: int, skip: int):
+    def __init__(
+        self, source: StreamSource, transform: Transform, shard: Shard, seed: int | None, epoch: int, skip: int
+    ):
         self.source, self.transform, self.shard = source, transform, shard
         self.seed, self.epoch, self.skip = seed, epoch, skip
 
@@ -206,7 +208,7 @@ def train_loader(
     if isinstance(source, StreamSource):
         passes, workers = start * accumulation, max(config.workers, 1)
         # Workers serve the batches in turn; what the least busy one has served is passed over by all unread.
-        dataset = StreamImages(source, transform, shard, seed, epoch, passes // workers * size)
+        dataset = StreamImages(source, transform, shard, seed=seed, epoch=epoch, skip=passes // workers * size)
         stream = iter(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
         for _ in range(passes):
             next(stream)
@@ -221,12 +223,14 @@ def val_loader(
 ) -> Iterator[Batch]:
     """Batches of one process's share of the validation images: every one in exactly one process, none twice."""
     if isinstance(source, StreamSource):
-        dataset = StreamImages(source, transform, shard, None, 0, 0)
+        dataset = StreamImages(source, transform, shard, seed=None, epoch=0, skip=0)
         return iter(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
     return shard_loader(ValImages(source, transform), config, batch_size, shard)
 
 
-def shard_loader(dataset: TrainImages | ValImages, config: DataConfig, batch_size: int, shard: Shard) -> Iterator[Batch]:
+def shard_loader(
+    dataset: TrainImages | ValImages, config: DataConfig, batch_size: int, shard: Shard
+) -> Iterator[Batch]:
     """Batches of every processes-th image from the rank-th on, each once and in order."""
     mine = range(shard.rank, len(dataset), shard.processes)
     batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]

@@ -26,7 +26,7 @@ def generate(seed: int, split: int, index: int, size: int, num_classes: int = le
 
     radius = size * rng.uniform(0.09, 0.13)
     centre = rng.uniform(radius, size - radius, 2)
-    angle = rng.uniform(-0.3, 0.3)
+    angle = rng.uniform(-0.4, 0.4)
     reach = int(np.ceil(1.5 * radius))
     low = np.maximum(centre.astype(int) - reach, 0)
     high = np.minimum(centre.astype(int) + reach + 1, size)
@@ -38,7 +38,7 @@ def generate(seed: int, split: int, index: int, size: int, num_classes: int = le
     patch = image[low[0] : high[0], low[1] : high[1]]
     # A colour away from the background's own, so that the object can be seen but not told by its colour.
     mean = patch.mean((0, 1))
-    colour = np.where(mean > 0.5, mean - rng.uniform(0.3, 0.5, 3), mean + rng.uniform(0.3, 0.5, 3))
+    colour = np.where(mean > 0.5, mean - rng.uniform(0.2, 0.4, 3), mean + rng.uniform(0.2, 0.4, 3))
     patch += cover * (colour - patch)
     return Image.fromarray((255 * np.clip(image, 0, 1)).astype(np.uint8)), label
 
@@ -50,7 +50,9 @@ def _texture(rng: np.random.Generator, size: int) -> np.ndarray:
     for _ in range(3):
         angle, wavelength, phase = rng.uniform(0, np.pi), size * rng.uniform(0.08, 0.6), rng.uniform(0, 2 * np.pi)
         waves += np.sin((x * np.cos(angle) + y * np.sin(angle)) * np.float32(2 * np.pi / wavelength) + phase)
-    blotches = Image.fromarray(rng.normal(0, 1, (8, 8)).astype(np.float32)).resize((size, size), Image.Resampling.BICUBIC)
+    blotches = Image.fromarray(rng.normal(0, 1, (8, 8)).astype(np.float32)).resize(
+        (size, size), Image.Resampling.BICUBIC
+    )
     tint = rng.uniform(0.3, 1.0, (2, 3)).astype(np.float32) * 0.06
     grain = rng.normal(0, 0.04, (size, size, 3)).astype(np.float32)
     image = rng.uniform(0.3, 0.7, 3).astype(np.float32) + grain

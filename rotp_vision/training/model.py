@@ -27,13 +27,15 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
             model = torchvision.models.get_model(name, weights='DEFAULT', **kwargs)
             found = [module for module in model.modules() if isinstance(module, nn.Linear)][-1].out_features
             if found != num_classes:
-                raise ValueError(f'{config.name} has pretrained weights for {found} classes, the data has {num_classes}')
+                raise ValueError(f'{config.name} is pretrained for {found} classes but the data has {num_classes}')
         else:
             model = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
     else:
         if not timm.is_model(config.name):
             near = ', '.join(timm.list_models(f'*{config.name.split(".")[0][:6]}*')[:5])
-            raise ValueError(f'model.name must be a timm model or {TORCHVISION}NAME, got {config.name!r} (there are {near} …)')
+            raise ValueError(
+                f'model.name must be a timm model or {TORCHVISION}NAME, got {config.name!r} (there are {near} …)'
+            )
         model = timm.create_model(config.name, pretrained=config.pretrained, num_classes=num_classes, **kwargs)
     if config.checkpoint is not None:
         model.load_state_dict(load_weights(Path(config.checkpoint)))
@@ -94,5 +96,5 @@ def map_shape(model: nn.Module, image_size: int) -> tuple[int, int, int]:
     maps = model.eval().forward_features(torch.zeros(1, 3, image_size, image_size, device=device))  # type: ignore[operator]
     model.train(was_training)
     if maps.dim() != 4:
-        raise ValueError(f'stage2.cache_features needs feature maps (B, C, H, W), the network makes {tuple(maps.shape)}')
+        raise ValueError(f'stage2.cache_features needs maps (B, C, H, W), the network makes {tuple(maps.shape)}')
     return tuple(maps.shape[1:])  # type: ignore[return-value]

@@ -27,7 +27,7 @@ def check_launch(accelerator: Accelerator) -> None:
     plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in plain:
         raise RuntimeError(
-            f'train_imagenet.py runs data parallel (one process, or DDP); {accelerator.distributed_type.value} shards the '
+            f'this script runs on one process or data parallel (DDP); {accelerator.distributed_type.value} shards the '
             'model, which its checkpoints do not cover. Use a file of configs/accelerate/'
         )
 
@@ -36,7 +36,11 @@ class HostGroup:
     """Agreement between the host sides of all processes, over gloo: it never waits for a GPU."""
 
     def __init__(self, accelerator: Accelerator):
-        self.group = dist.new_group(backend='gloo') if accelerator.num_processes > 1 else None
+        self.group: dist.ProcessGroup | None = None
+        if accelerator.num_processes > 1:
+            group = dist.new_group(backend='gloo')
+            assert isinstance(group, dist.ProcessGroup)
+            self.group = group
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the processes."""
@@ -102,7 +106,7 @@ def stop_signals() -> Iterator[list[str]]:
 
 def random_state() -> dict[str, Any]:
     """State of this process's generators, in types that `torch.load(weights_only=True)` reads."""
-    name, keys, *rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (timm's transforms and Mixup draw from it)
     state = {
         'python': random.getstate(),
         'numpy': (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
@@ -117,7 +121,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Puts the generators back as `random_state` found them."""
     random.setstate(state['python'])
     name, keys, *rest = state['numpy']
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     torch.set_rng_state(state['torch'])
     if 'cuda' in state:
         torch.cuda.set_rng_state(state['cuda'])
@@ -131,9 +135,9 @@ def seed_all(*numbers: int) -> None:
     """
     first, second = np.random.SeedSequence(numbers).generate_state(2, np.uint32)
     random.seed(int(first))
-    np.random.seed(int(second))
+    np.random.seed(int(second))  # noqa: NPY002
     seed = int(first) << 31 ^ int(second)
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
 

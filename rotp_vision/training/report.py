@@ -50,7 +50,9 @@ def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None
     console.print(table)
 
 
-def show_summary(console: Console, summary: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]) -> None:
+def show_summary(
+    console: Console, summary: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]
+) -> None:
     """Accuracy before and after, and the learned weights."""
     table = Table(title='Validation', title_justify='left')
     for column in ('pooling', 'top-1 %', 'top-5 %', 'loss', 'images'):

@@ -19,7 +19,7 @@ class UnreadableImage(Exception):
 class Source(Protocol):
     """A split with random access."""
 
-    classes: list[str]
+    classes: list[str]  # names, by label
 
     def __len__(self) -> int: ...
 
@@ -74,7 +74,7 @@ class GeneratedSource:
         if not 2 <= num_classes <= len(CLASSES):
             raise ValueError(f'data.num_classes must be 2 to {len(CLASSES)} for generated images, got {num_classes}')
         self.seed, self.split, self.length, self.size = seed, split, length, size
-        self.classes = list(CLASSES[:num_classes])
+        self.classes: list[str] = list(CLASSES[:num_classes])
 
     def __len__(self) -> int:
         return self.length
@@ -155,13 +155,14 @@ def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSo
 
     assert config.path is not None
     path = Path(config.path)
+    dataset: Any
     if path.is_dir() and any(path.rglob('*.parquet')):
         files = sorted(str(file) for file in path.rglob('*.parquet') if file.name.startswith(split))
         if not files:
             raise ValueError(f'{path} holds no parquet file whose name begins with {split!r}')
         dataset = datasets.load_dataset('parquet', data_files={split: files}, split=split, streaming=config.streaming)
     elif path.is_dir():
-        loaded = datasets.load_from_disk(str(path))
+        loaded: Any = datasets.load_from_disk(str(path))
         if split not in loaded:
             raise ValueError(f'{path} has no split {split!r}; it has {", ".join(loaded)}')
         dataset = loaded[split].to_iterable_dataset(64) if config.streaming else loaded[split]

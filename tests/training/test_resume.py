@@ -4,8 +4,9 @@ import random
 import signal
 
 import pytest
-from runs import TINY, Run, changed
 from safetensors.torch import load_file
+
+from tests.training.runs import TINY, Run, changed
 
 # Data workers, shuffling, augmentation, dropout, mixup, accumulation and a moving average: all that has a state.
 BUSY = changed(
