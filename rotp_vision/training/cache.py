@@ -74,7 +74,7 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int) -> st
     for name, tensor in sorted(model.state_dict().items()):
         if name not in trained:
             digest.update(name.encode())
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(tensor.detach().cpu().double().numpy().tobytes())
     settings = {key: value for key, value in asdict(data).items() if key not in ('workers', 'max_broken')}
     digest.update(json.dumps([settings, seed, views], sort_keys=True).encode())
     return digest.hexdigest()[:16]

@@ -85,7 +85,8 @@ def save_checkpoint(
             'config': config,
             'digests': {name: _digest(temporary / name) for name in (MODEL, STATE)},
         }
-        (temporary / MANIFEST).write_text(json.dumps(manifest))
+        text = json.dumps(manifest | {'digest': _manifest_digest(manifest)})
+        (temporary / MANIFEST).write_text(text)
         for file in (temporary / MODEL, temporary / STATE, temporary / MANIFEST, temporary):
             force_to_disk(file)
         _remove(path)  # a damaged one of the same point; a directory cannot be renamed onto a full one
@@ -133,13 +134,15 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint; ValueError says what is wrong with it."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
+        if manifest.pop('digest') != _manifest_digest(manifest):
+            raise ValueError(f'{MANIFEST} is not what was written')
         for name, digest in manifest['digests'].items():
             if _digest(path / name) != digest:
-                raise ValueError(f'{path / name} is not what was written')
+                raise ValueError(f'{name} is not what was written')
         model = load_file(path / MODEL)
         state = torch.load(path / STATE, map_location='cpu', weights_only=True)
         return Checkpoint(path, Progress(**manifest['progress']), manifest['config'], model, state)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f'{path} is not a whole checkpoint: {error}') from error
 
 
@@ -187,6 +190,10 @@ def _digest(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _explained(error: Exception, directory: Path) -> OSError:

@@ -232,10 +232,10 @@ def parse_config(args: Sequence[str] | None = None) -> RunConfig:
     unknown = list(_unknown_keys(args))
     if unknown:
         parser.error('\n'.join(unknown))
-    namespace = parser.parse_args(args)
-    namespace.pop('config', None)
-    config = parser.instantiate_classes(namespace)
-    config = RunConfig(**{f.name: getattr(config, f.name) for f in dataclasses.fields(RunConfig)})
+    values = parser.parse_args(args).as_dict()
+    del values['config']
+    groups = {item.name: item.type for item in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(item.type)}
+    config = RunConfig(**(values | {name: cls(**values[name]) for name, cls in groups.items()}))  # type: ignore[operator]
     try:
         check_config(config)
     except ValueError as error:
@@ -329,7 +329,7 @@ def _fields(cls: type, prefix: str = '') -> dict[str, bool]:
 def _normalized(args: Sequence[str]) -> Iterator[str]:
     """`--global-batch-size=8 --dry-run` as `--global_batch_size=8 --dry_run=true`."""
     switches = {item.name for item in dataclasses.fields(RunConfig) if item.type is bool}
-    for arg, following in zip(args, [*args[1:], '--'], strict=True):
+    for arg, following in zip(args, [*args, '--'][1:], strict=True):
         if not arg.startswith('--'):
             yield arg
             continue

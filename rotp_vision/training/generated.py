@@ -26,7 +26,7 @@ def generate(seed: int, split: int, index: int, size: int, num_classes: int = le
 
     radius = size * rng.uniform(0.09, 0.13)
     centre = rng.uniform(radius, size - radius, 2)
-    angle = rng.uniform(-0.4, 0.4)
+    angle = rng.uniform(-0.3, 0.3)
     reach = int(np.ceil(1.5 * radius))
     low = np.maximum(centre.astype(int) - reach, 0)
     high = np.minimum(centre.astype(int) + reach + 1, size)
@@ -38,7 +38,7 @@ def generate(seed: int, split: int, index: int, size: int, num_classes: int = le
     patch = image[low[0] : high[0], low[1] : high[1]]
     # A colour away from the background's own, so that the object can be seen but not told by its colour.
     mean = patch.mean((0, 1))
-    colour = np.where(mean > 0.5, mean - rng.uniform(0.2, 0.4, 3), mean + rng.uniform(0.2, 0.4, 3))
+    colour = np.where(mean > 0.5, mean - rng.uniform(0.3, 0.5, 3), mean + rng.uniform(0.3, 0.5, 3))
     patch += cover * (colour - patch)
     return Image.fromarray((255 * np.clip(image, 0, 1)).astype(np.uint8)), label
 

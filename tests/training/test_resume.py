@@ -12,7 +12,7 @@ from tests.training.runs import TINY, Run, changed
 BUSY = changed(
     TINY,
     data__workers=2,
-    model__kwargs={'channels': [8, 8, 16, 16], 'drop_rate': 0.2},
+    model__kwargs={'channels': [8, 8, 16, 16], 'output_stride': 8, 'drop_rate': 0.2},
     stage1={'epochs': 2, 'lr': 0.05, 'mixup': 0.3, 'accumulation': 2, 'ema_decay': 0.9},
     stage2={'epochs': 2, 'lr': 0.05, 'train': 'pool+classifier'},
 )
