@@ -11,10 +11,12 @@ from rotp_vision.layers import (
     pool_options,
 )
 from rotp_vision.models import ROTPResNet
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.1.0'
 
 __all__ = [
+    'FoundPool',
     'GlobalROTPool2d',
     'LocalROTPool2d',
     'MixedROTPool2d',
@@ -23,5 +25,12 @@ __all__ = [
     'ROTPool',
     'ROTSetFusion',
     'ROTSetPool',
+    'convert',
+    'describe',
+    'find_pools',
+    'fold_gain',
+    'freeze',
     'pool_options',
+    'revert',
+    'rot_pools',
 ]

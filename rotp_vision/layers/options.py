@@ -128,7 +128,7 @@ class PoolOptions:
             if self.modules > 1:
                 starts['proximal'] = temperature
         else:
-            # Each module moves the plan by X / ρ: to stay next to the mean after all of them, ρ grows with their number.
+            # Each module moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
             starts['step'] = temperature if self.start == 'paper' else temperature * self.modules
             if self.coupled:
                 starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
