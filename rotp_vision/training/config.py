@@ -83,17 +83,21 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def _default_pool() -> str | dict[str, Any]:
+    return {'solver': 'sinkhorn', 'start': 'mean', 'view': 'rms', 'gain': 'scalar'}
+
+
 @dataclass
 class PoolConfig:
     """The pooling that stage 2 puts in.
 
     Args:
-        options: a solver's name (sinkhorn, badmm-e, badmm-q) or a mapping of the pooling's options.
-        where: which pools are replaced: global (before the classifier), local (inside the network) or both.
+        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), or a solver's name for the paper's.
+        where: which pools are replaced: global (before the classifier), local (inside the network) or all.
     """
 
-    options: str | dict[str, Any] = 'sinkhorn'
-    where: str = 'global'
+    options: str | dict[str, Any] = field(default_factory=_default_pool)
+    where: Literal['global', 'local', 'all'] = 'global'
 
 
 @dataclass

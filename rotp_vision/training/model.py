@@ -52,7 +52,7 @@ def published_classes(config: ModelConfig) -> int | None:
 
 def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
     """The network with its pooling replaced by ROTP."""
-    return rotp_vision.convert(model, pool=config.options, where=config.where)
+    return rotp_vision.convert(model, config.options, config.where, start=None)  # the options say where it starts
 
 
 def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.Module:
