@@ -1,11 +1,11 @@
 """Choosing a pooling's starting temperature and view from data, before any training."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,10 @@ class Calibration(NamedTuple):
 
     def table(self) -> str:
         """All trials, best first, as a Markdown table."""
-        lines = ['| pooling | temperature | gain | cross-entropy | without gain | top-1 % |', '| --- | --- | --- | --- | --- | --- |']
+        lines = [
+            '| pooling | temperature | gain | cross-entropy | without gain | top-1 % |',
+            '| --- | --- | --- | --- | --- | --- |',
+        ]
         for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)]:
             temperature = '' if trial.view == 'average' else f'{trial.temperature:.4g}'
             mark = ' (chosen)' if trial == self.best else ''
@@ -83,7 +86,7 @@ def calibrate(
     """Choose the view and starting temperature of a converted model's global pooling from labelled images.
 
     The backbone sees each image once; its maps are kept (in float16 if large), pooled at every view and temperature,
-    and scored by cross-entropy with the output gain fitted by Newton steps. The pooling is left at the best trial.
+    and scored by cross-entropy with the output gain fitted to each. The pooling is left at the best trial.
     Its options must have a gain for that to take effect; without one, trials are scored without.
 
     Args:
@@ -107,18 +110,18 @@ def calibrate(
     path, pool = _global_pool(model)
     with _evaluation(model):
         maps, targets, logits = _collect(model, pool, loader, max_images)
-        head = _Head(model, pool, maps)
-        head.check(logits)
-        gain_free = pool.gain is None
-        average = _score('average', math.inf, torch.cat([m.float().flatten(2).mean(2) for m in maps]), head, targets, gain_free)
+        head = _Head(model, pool, maps, logits)
+        fit_gain = pool.gain is not None
+        mean = torch.cat([m.float().mean((2, 3)) for m in maps])
+        average = _score('average', math.inf, mean, head, targets, fit_gain)
         trials = []
         for view in views:
-            spread = _spread(maps, pool, view)
+            spread = _spread(maps, view)
             for multiple in temperatures:
                 options = _at_temperature(pool.options, view, multiple * spread)
                 layer = GlobalROTPool2d(options, maps[0].shape[1], flatten=True).to(maps[0].device)
                 pooled = torch.cat([layer(m.float()) for m in maps])
-                trials.append(_score(view, multiple * spread, pooled, head, targets, gain_free))
+                trials.append(_score(view, multiple * spread, pooled, head, targets, fit_gain))
     best = min(trials, key=lambda trial: trial.loss)
     pool.set_view(best.view)  # pyright: ignore[reportArgumentType]
     chosen = _at_temperature(pool.options, pool.view, best.temperature).starting_weights()
@@ -140,11 +143,8 @@ def _global_pool(model: nn.Module) -> tuple[str, GlobalROTPool2d]:
 
 def _at_temperature(options: PoolOptions, view: View, temperature: float) -> PoolOptions:
     """The options at one temperature, other weights as given or next to the mean, without what training adds."""
-    weights = {'smoothness': temperature}
-    if options.solver != 'sinkhorn':
-        weights['step'] = temperature * options.modules
-    elif options.modules > 1:
-        weights['proximal'] = temperature
+    times = {'smoothness': 1, 'step': options.modules, 'proximal': 1}
+    weights = {name: temperature * times[name] for name in options.starting_weights() if name in times}
     return replace(options, start='mean', view=view, gain='off', prior='uniform', prior_width=None, **weights)
 
 
@@ -191,53 +191,71 @@ def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Ten
 class _Head:
     """What follows the pooling, as a function of the pooled features alone."""
 
-    def __init__(self, model: nn.Module, pool: GlobalROTPool2d, maps: list[Tensor]):
-        self.model, self.pool, self.maps = model, pool, maps
+    def __init__(self, model: Any, pool: GlobalROTPool2d, maps: list[Tensor], logits: Tensor):
+        self.model, self.pool = model, pool
+        pooled = torch.cat([pool.pool_sets(m.float().flatten(2)) for m in maps])
+        tolerance = 1e-2 * float(logits.float().std())
+        if not torch.allclose(self(pooled), logits.float(), rtol=0, atol=tolerance):
+            raise ValueError(
+                'calibrate needs a network whose outputs depend on its last map through the global pooling alone; '
+                'those of this one do not'
+            )
+        # After most poolings comes a linear layer: then one pass gives the logits at every gain.
+        self.zero = self(torch.zeros_like(pooled[:1]))
+        self.affine = torch.allclose(
+            self(2 * pooled[:8]) - self(pooled[:8]), self(pooled[:8]) - self.zero, atol=tolerance
+        )
 
     def __call__(self, pooled: Tensor) -> Tensor:
         return torch.cat([self._run(chunk) for chunk in pooled.split(_CHUNK)])
 
+    def at_gain(self, pooled: Tensor, logits: Tensor, gain: float) -> Tensor:
+        """Logits of `gain` times `pooled`, whose own logits are known."""
+        return self.zero + gain * (logits - self.zero) if self.affine else self(gain * pooled)
+
     def _run(self, pooled: Tensor) -> Tensor:
-        # The pool runs on a stand-in of one pixel; a hook puts the pooled features in the place of its output.
-        hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled.to(self.pool.weights.smoothness.beta.dtype)))
+        # The network runs on a small stand-in; a hook puts the pooled features in the place of the pool's output.
+        pooled = pooled.to(next(self.model.parameters()).dtype)
+        hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled))
         try:
-            if hasattr(self.model, 'forward_head'):
-                pixel = pooled[:, :, None, None]
-                return self.model.forward_head(pixel.permute(0, 2, 3, 1) if self.pool.input_fmt == 'NHWC' else pixel).float()
-            size = pooled.new_zeros(len(pooled), 3, 64, 64)
-            return self.model(size).float()
+            if not hasattr(self.model, 'forward_head'):
+                return self.model(pooled.new_zeros(len(pooled), 3, 64, 64)).float()
+            pixel = pooled[:, None, None, :] if self.pool.input_fmt == 'NHWC' else pooled[:, :, None, None]
+            return self.model.forward_head(pixel).float()
         finally:
             hook.remove()
 
-    def check(self, logits: Tensor):
-        """Raise unless the pooled features alone give the logits that the whole network gave."""
-        whole = torch.cat([self.pool.pool_sets(m.float().flatten(2)) for m in self.maps])
-        if not torch.allclose(self(whole), logits.float(), rtol=1e-2, atol=1e-2 * float(logits.float().std())):
-            raise ValueError(
-                "calibrate needs a network whose outputs depend on its map only through the global pooling; this one's do not"
-            )
 
-
-def _spread(maps: list[Tensor], pool: GlobalROTPool2d, view: View) -> float:
+def _spread(maps: list[Tensor], view: View) -> float:
     """Root mean square deviation of what the plan sees from its mean over an image's samples."""
     seen = torch.cat([view_of(m.float().flatten(2), view) for m in maps])
     return float(seen.var(2, correction=0).mean().sqrt())
 
 
-def _score(view: str, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, gain_free: bool) -> Trial:
+def _score(view: str, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool) -> Trial:
     raw = head(pooled)
-    raw_loss = float(F.cross_entropy(raw, targets))
-    gain, logits, loss = 1.0, raw, raw_loss
-    if not gain_free:
-        # Cross-entropy is smooth with one minimum in the gain: halve a bracket in the logarithm, cheap and derivative-free.
-        low, high = math.log(0.2), math.log(3.0)
-        for _ in range(4):
-            grid = [low + (high - low) * i / 4 for i in range(5)]
-            scored = [(float(F.cross_entropy(head(pooled * math.exp(g)), targets)), g) for g in grid]
-            _, centre = min(scored)
-            half = (high - low) / 4
-            low, high = centre - half, centre + half
-        gain = math.exp(centre)
-        logits = head(pooled * gain)
-        loss = float(F.cross_entropy(logits, targets))
-    return Trial(view, temperature, gain, loss, raw_loss, float((logits.argmax(1) == targets).float().mean()))
+
+    def loss_at(log_gain: float) -> float:
+        return float(F.cross_entropy(head.at_gain(pooled, raw, math.exp(log_gain)), targets))
+
+    log_gain = _minimize(loss_at, math.log(0.1), math.log(4.0)) if fit_gain else 0.0
+    correct = head.at_gain(pooled, raw, math.exp(log_gain)).argmax(1) == targets
+    accuracy = float(correct.float().mean())
+    return Trial(view, temperature, math.exp(log_gain), loss_at(log_gain), loss_at(0.0), accuracy)
+
+
+def _minimize(function: Callable[[float], float], low: float, high: float, steps: int = 16) -> float:
+    """Where a function with one minimum has it, by golden section."""
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    for _ in range(steps):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+    return (low + high) / 2
