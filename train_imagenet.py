@@ -222,7 +222,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
 
     # Loop
     logs = Logs(run) if run.main and not config.dry_run else None
-    if logs and stage == 2 and not progress.weights:
+    if logs and not progress.weights:
         logs.weights(averaged, 0)
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     good_buffers = [buffer.clone() for buffer in buffers]
@@ -323,10 +323,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             metrics = run.evaluate(evaluated, run.val_images(), len(run.val))
         seconds = time.perf_counter() - started
         if logs:
+            logs.weights(averaged, epoch + 1)
             logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, optimizer.param_groups[0]['lr'], seconds)
             accelerator.log({f'val/{key}': value for key, value in metrics.items()}, step=offset + (epoch + 1) * steps)
-        if logs and stage == 2:
-            logs.weights(averaged, epoch + 1)
         run.console.print(
             f'stage {stage}  epoch {epoch + 1:3d}/{settings.epochs}  loss {progress.loss_sum / steps:.4f}  '
             f'validation: loss {metrics["loss"]:.4f}  top-1 {metrics["top1"]:6.2f} %  {seconds:.1f} s',

@@ -168,22 +168,6 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
     return None, warnings
 
 
-def load_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint directory, a .safetensors file or a torch file (a state dict or one that holds it)."""
-    if path.is_dir():
-        return load_checkpoint(path).model
-    if not path.is_file():
-        raise ValueError(f'there is no checkpoint {path}')
-    if path.suffix == '.safetensors':
-        return load_file(path)
-    content = torch.load(path, map_location='cpu', weights_only=True)
-    for key in ('state_dict_ema', 'model_ema', 'state_dict', 'model'):
-        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
-            content = content[key]
-            break
-    return {name.removeprefix('module.').removeprefix('_orig_mod.'): value for name, value in content.items()}
-
-
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open('rb') as file:

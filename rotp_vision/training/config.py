@@ -71,7 +71,7 @@ class ModelConfig:
     """The network, with its native pooling.
 
     Args:
-        name: a timm name, or torchvision/NAME for one of torchvision's.
+        name: a timm name, or torchvision:NAME for one of torchvision's.
         pretrained: start from the published weights of that name.
         checkpoint: start from the weights in this file (.safetensors or .pth) or checkpoint directory.
         kwargs: further arguments of the model's constructor.

@@ -1,17 +1,20 @@
 """What a person gets to see of a run: its plan, and at the end tables, pictures and the exported model."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import timm
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import rotp_vision
+from rotp_vision.hub import TORCHVISION
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
-from rotp_vision.training.config import PoolConfig, StageConfig
+from rotp_vision.training.config import ModelConfig, PoolConfig, StageConfig
 from rotp_vision.training.data import ValImages, split_batch
-from rotp_vision.training.model import TORCHVISION, count_parameters, map_shape, normalization
+from rotp_vision.training.model import count_parameters, map_shape, normalization
 from rotp_vision.training.run import Run
 from rotp_vision.training.sources import StreamSource
 
@@ -49,7 +52,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
 def finish(run: Run, model: nn.Module) -> None:
     """Tables, pictures and the exported model."""
     progress, output = run.progress, run.output
-    pools = rotp_vision.rot_pools(model) if progress.stage == 2 else {}
+    pools = rotp_vision.rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
@@ -58,21 +61,24 @@ def finish(run: Run, model: nn.Module) -> None:
         pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
     run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True)
     run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True)
-    if not run.config.model.name.startswith(TORCHVISION):
-        run.console.print(f'load it:  {_export(model, output / "export", bool(pools))}', soft_wrap=True)
+    run.console.print(f'load it:  {_export(model, run.config.model, output / "export")}', soft_wrap=True)
 
 
-def _export(model: nn.Module, directory: Path, converted: bool) -> str:
+def _export(model: nn.Module, config: ModelConfig, directory: Path) -> str:
     """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
-    if converted:
-        rotp_vision.save_pretrained(model, directory)
+    if rotp_vision.rot_pools(model):
+        base = config.name if config.name.startswith(TORCHVISION) else None
+        rotp_vision.save_pretrained(model, directory, base=base, model_args=config.kwargs, force=True)
         return f"rotp_vision.load_pretrained('{directory}')"
-    timm.models.save_for_hf(model, str(directory), safe_serialization=True)  # type: ignore[attr-defined]
+    if config.name.startswith(TORCHVISION):
+        save_file(model.state_dict(), directory.with_suffix('.safetensors'))
+        return f"--model.checkpoint '{directory.with_suffix('.safetensors')}'"
+    timm.models.save_for_hf(model, str(directory), model_args=config.kwargs, safe_serialization=True)  # type: ignore
     return f"timm.create_model('local-dir:{directory}', pretrained=True)"
 
 
-def _picture_where_looked(run: Run, model: nn.Module, pools: dict[str, nn.Module]) -> list[str]:
+def _picture_where_looked(run: Run, model: nn.Module, pools: Mapping[str, nn.Module]) -> list[str]:
     """Writes looked.png, validation images and the weight of each place; nothing where no pooling is a global one."""
     pool = next((pool for pool in reversed(list(pools.values())) if hasattr(pool, 'plan')), None)
     if pool is None or isinstance(run.val, StreamSource):

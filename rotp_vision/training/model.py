@@ -1,5 +1,6 @@
 """Networks from names and files."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -7,39 +8,42 @@ from typing import Any
 
 import timm
 import torch
-from torch import nn
+import torchvision
+from torch import Tensor, nn
 
 import rotp_vision
-from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint, load_weights
+from rotp_vision.hub import TORCHVISION, build, read_state_dict
+from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
-
-TORCHVISION = 'torchvision/'
 
 
 def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
     """The configured network with its native pooling, from published weights, a file or scratch."""
     kwargs: dict[str, Any] = dict(config.kwargs)
-    if config.name.startswith(TORCHVISION):
-        import torchvision
-
+    if config.name.startswith(TORCHVISION) and config.pretrained:
         name = config.name.removeprefix(TORCHVISION)
-        if config.pretrained:
-            model = torchvision.models.get_model(name, weights='DEFAULT', **kwargs)
-            found = [module for module in model.modules() if isinstance(module, nn.Linear)][-1].out_features
-            if found != num_classes:
-                raise ValueError(f'{config.name} is pretrained for {found} classes but the data has {num_classes}')
-        else:
-            model = torchvision.models.get_model(name, weights=None, num_classes=num_classes, **kwargs)
+        model = torchvision.models.get_model(name, weights='DEFAULT', **kwargs)
+        found = [module for module in model.modules() if isinstance(module, nn.Linear)][-1].out_features
+        if found != num_classes:
+            raise ValueError(f'{config.name} is pretrained for {found} classes but the data has {num_classes}')
+    elif config.name.startswith(TORCHVISION):
+        model = build(config.name, num_classes=num_classes, **kwargs)
     else:
         if not timm.is_model(config.name):
-            near = ', '.join(timm.list_models(f'*{config.name.split(".")[0][:6]}*')[:5])
-            raise ValueError(
-                f'model.name must be a timm model or {TORCHVISION}NAME, got {config.name!r} (there are {near} …)'
-            )
+            near = ', '.join(difflib.get_close_matches(config.name, timm.list_models(), 3, 0.0))
+            raise ValueError(f'model.name must be a timm model or {TORCHVISION}NAME, got {config.name!r}; near: {near}')
         model = timm.create_model(config.name, pretrained=config.pretrained, num_classes=num_classes, **kwargs)
     if config.checkpoint is not None:
         model.load_state_dict(load_weights(Path(config.checkpoint)))
     return model
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """Weights of a run's checkpoint (the moving average if it has one), or of a file."""
+    if not path.is_dir():
+        return read_state_dict(path)
+    checkpoint = load_checkpoint(path)
+    return checkpoint.state.get('ema') or checkpoint.model
 
 
 def published_classes(config: ModelConfig) -> int | None:
@@ -66,7 +70,7 @@ def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
             model = convert_model(model, PoolConfig(**stored['pool']))
-        model.load_state_dict(checkpoint.state.get('ema') or checkpoint.model)
+        model.load_state_dict(load_weights(place))
         return model
     if (place / 'config.json').is_file():
         return rotp_vision.load_pretrained(place)

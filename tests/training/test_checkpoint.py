@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rotp_vision.training import checkpoint as module
-from rotp_vision.training.checkpoint import Progress, find_checkpoint, load_checkpoint, load_weights, save_checkpoint
+from rotp_vision.training.checkpoint import Progress, find_checkpoint, load_checkpoint, save_checkpoint
 from rotp_vision.training.processes import random_state, seed_all, set_random_state
 
 
@@ -127,21 +127,12 @@ def test_an_interrupted_save_is_not_seen(tmp_path, monkeypatch):
 
 
 def test_manifest_is_plain_json(tmp_path):
-    assert set(json.loads((save(tmp_path) / 'manifest.json').read_text())) == {'progress', 'config', 'digests', 'digest'}
-
-
-def test_weights_from_every_kind_of_file(tmp_path):
-    from safetensors.torch import save_file
-
-    weights = {'conv.weight': torch.arange(3.0)}
-    save_file(weights, tmp_path / 'a.safetensors')
-    torch.save(weights, tmp_path / 'b.pth')
-    torch.save({'state_dict': {f'module.{key}': value for key, value in weights.items()}, 'epoch': 3}, tmp_path / 'c.pth')
-    for name in ('a.safetensors', 'b.pth', 'c.pth'):
-        assert load_weights(tmp_path / name)['conv.weight'].equal(weights['conv.weight'])
-    assert load_weights(save(tmp_path / 'd', value=2.0))['weight'][0] == 2.0
-    with pytest.raises(ValueError, match='no checkpoint'):
-        load_weights(tmp_path / 'e.pth')
+    assert set(json.loads((save(tmp_path) / 'manifest.json').read_text())) == {
+        'progress',
+        'config',
+        'digests',
+        'digest',
+    }
 
 
 def test_random_state_comes_back_through_a_file(tmp_path):

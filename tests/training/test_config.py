@@ -32,7 +32,9 @@ def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path, capsys):
     file.write_text('data: {sourse: generated}\n')
     assert "did you mean 'data.source'" in refused(capsys, '--config', str(file))
     # Keys below a mapping are the model's business.
-    assert parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}']).model.kwargs['drop_rate'] == 0.1
+    assert (
+        parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}']).model.kwargs['drop_rate'] == 0.1
+    )
 
 
 def test_wrong_values_are_refused_by_name(capsys):

@@ -64,7 +64,7 @@ def assert_same(left, right):
 def test_a_batch_depends_on_epoch_and_step_alone():
     whole = batches(generated())
     assert len(whole) == 4  # the last 2 of 18 images are left out
-    random.random(), np.random.rand(), torch.rand(1)  # noqa: B018, NPY002
+    random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
     assert_same(whole[2:], batches(generated(), start=2))
     assert_same(whole[1:], batches(generated(workers=2), start=1))
     other = batches(generated(), epoch=2)
@@ -159,7 +159,9 @@ def parquet(folder, tmp_path_factory):
     for split in ('train', 'val'):
         files = sorted((folder / split).rglob('*.png'))
         rows = [{'image': {'bytes': f.read_bytes(), 'path': f.name}, 'label': 'ab'.index(f.parent.name)} for f in files]
-        kinds = datasets.Features({'image': datasets.Image(decode=False), 'label': datasets.ClassLabel(names=['a', 'b'])})
+        kinds = datasets.Features(
+            {'image': datasets.Image(decode=False), 'label': datasets.ClassLabel(names=['a', 'b'])}
+        )
         splits[split] = datasets.Dataset.from_list(rows, features=kinds)
         (root / 'parquet').mkdir(exist_ok=True)
         for number in range(2):

@@ -53,7 +53,8 @@ def test_where_the_pooling_looked_is_what_it_averages_with(converted):
 
 def test_pictures_and_tables(tmp_path, converted):
     epochs = [
-        {'stage': stage, 'epoch': epoch, 'train_loss': 1.0, 'loss': 1.1, 'top1': 50.0} for stage, epoch in ((1, 0), (1, 1), (2, 0))
+        {'stage': stage, 'epoch': epoch, 'train_loss': 1.0, 'loss': 1.1, 'top1': 50.0}
+        for stage, epoch in ((1, 0), (1, 1), (2, 0))
     ]
     weights = [{'epoch': epoch, 'weight': 'global_pool.gain', 'module': 0, 'value': 1 + epoch} for epoch in range(2)]
     report.plot_curves(tmp_path / 'curves.png', epochs)
