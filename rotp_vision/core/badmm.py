@@ -67,32 +67,18 @@ def badmm(
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
     log_mu, log_eta = log_p0, log_q0
     log_s = log_p0 + log_q0
-<<<<<<< HEAD
-    s = hide_masked(log_s, mask).exp()
-    z = z1 = z2 = None  # duals, None while zero
-=======
     s = hide_masked(log_s, mask).exp() if interacts else log_s  # read where they interact only
     # Duals divided by ρ, which costs a pass over the plan less than the duals themselves; None while zero.
     u = u1 = u2 = None
->>>>>>> coretests
     for t, ((alpha1, rho, *penalties), alpha0) in enumerate(zip(modules, structures, strict=True)):
         if t:
             rescale = modules[t - 1][1] / rho
             u, u1, u2 = (None if dual is None else dual * rescale for dual in (u, u1, u2))
 
         # P-step
-<<<<<<< HEAD
-        force = x if z is None else x - z
-        if alpha0 is not None and factors is not None:
-            force = force + alpha0 * apply_factors(*factors, s)
-        if quadratic:
-            force = force - alpha1 * s
-        y = hide_masked(force / rho + log_s, mask)
-=======
         gain = x + _interaction(s, alpha0, alpha1, factors, quadratic) if interacts else x
         y = gain * (1 / rho) + log_s
         y = hide_masked(y if u is None else y - u, mask)
->>>>>>> coretests
         log_row = log_mu  # log P1
         if coupled:
             pull = log_mu if u1 is None else log_mu + u1
@@ -115,11 +101,7 @@ def badmm(
             log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
             log_column = zero_masked(log_column.log_softmax(2), mask)
         log_s = y.log_softmax(1) + log_column
-<<<<<<< HEAD
-        if quadratic or not coupled or factors is not None:
-=======
         if interacts or not coupled:
->>>>>>> coretests
             s = hide_masked(log_s, mask).exp()
 
         # Marginals and duals
