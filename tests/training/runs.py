@@ -20,7 +20,7 @@ TINY = {
     'log_every': 1,
     'checkpoint_every': 2,
     'data': {
-        **{'source': 'generated', 'image_size': 32, 'train_images': 48, 'val_images': 19, 'num_classes': 4},
+        **{'source': 'generated', 'image_size': 32, 'train_images': 32, 'val_images': 19, 'num_classes': 4},
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
     },
     'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},

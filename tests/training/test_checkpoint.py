@@ -80,7 +80,7 @@ def test_all_damaged_is_an_error_and_nothing_is_a_start(tmp_path):
     with pytest.raises(ValueError, match='holds a run; continue it with --resume auto'):
         find_checkpoint(tmp_path, 'never')
     (path / 'manifest.json').write_text('{')
-    with pytest.raises(ValueError, match='every checkpoint .* is damaged'):
+    with pytest.raises(ValueError, match=r'every checkpoint .* is damaged'):
         find_checkpoint(tmp_path, 'auto')
     with pytest.raises(ValueError, match='not a whole checkpoint'):
         find_checkpoint(tmp_path, str(path))

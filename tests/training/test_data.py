@@ -224,7 +224,7 @@ def test_a_stream_of_unknown_size_or_column_is_refused(parquet, monkeypatch):
     rows = datasets.Dataset.from_dict({'image': ['x'], 'label': [0]}).to_iterable_dataset()
     monkeypatch.setattr(datasets, 'load_dataset', lambda *args, **kwargs: rows)
     monkeypatch.setattr(rows.info, 'splits', None)
-    with pytest.raises(ValueError, match='give data.train_images'):
+    with pytest.raises(ValueError, match=r'give data\.train_images'):
         open_sources(stream(parquet, path='some/name', train_images=None), 0)
     with pytest.raises(ValueError, match=r'data.label_key must be one of the columns image, label'):
         open_sources(stream(parquet, path='some/name', label_key='class'), 0)
