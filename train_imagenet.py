@@ -43,6 +43,7 @@ from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import build_model, convert_model, load_for_evaluation, normalization, published_classes
 from rotp_vision.training.processes import (
     HostGroup,
+    KeptBuffers,
     LossWatch,
     check_launch,
     random_state,
@@ -224,8 +225,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     logs = Logs(run) if run.main and not config.dry_run else None
     if logs and not progress.weights:
         logs.weights(averaged, 0)
-    buffers = [buffer for buffer in model.buffers() if buffer.numel()]
-    good_buffers = [buffer.clone() for buffer in buffers]
+    buffers = KeptBuffers(model)
     watch = LossWatch(accelerator.device)
     offset = config.stage1.epochs * steps if stage == 2 else 0  # of the trackers' axis
 
@@ -246,7 +246,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             scheduler.step_update(updates)
             loss = torch.zeros((), device=accelerator.device)
             broken: list[str] = []
-            torch._foreach_copy_(good_buffers, buffers)  # pyright: ignore[reportPrivateImportUsage]
+            buffers.keep()
             for number in range(1, settings.accumulation + 1):
                 last = number == settings.accumulation
                 waited = time.perf_counter()
@@ -273,7 +273,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             if news:
                 run.note_broken(broken)
             if infinite:
-                torch._foreach_copy_(buffers, good_buffers)  # pyright: ignore[reportPrivateImportUsage]
+                buffers.restore()
                 if not config.dry_run:
                     save()
                 fail(

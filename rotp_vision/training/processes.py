@@ -86,6 +86,25 @@ class LossWatch:
         return float(self.host)
 
 
+class KeptBuffers:
+    """A module's buffers as they were before a step: a forward pass moves batch statistics, good or bad."""
+
+    def __init__(self, module: nn.Module):
+        self.buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        self.kept = [buffer.clone() for buffer in self.buffers]
+
+    def keep(self) -> None:
+        _copy(self.kept, self.buffers)
+
+    def restore(self) -> None:
+        _copy(self.buffers, self.kept)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # one launch for all; it refuses none
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
     """A list to which SIGTERM and SIGINT append their names instead of ending the process; a second SIGINT does."""

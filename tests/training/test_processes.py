@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from rotp_vision.training.processes import LossWatch, check_launch, stop_signals
+from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, stop_signals
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -38,3 +38,16 @@ def test_loss_watch_reads_what_was_recorded():
     assert watch.read() == 0.25
     watch.record(torch.tensor(float('nan')))
     assert watch.read() != watch.read()
+
+
+def test_buffers_come_back():
+    norm = torch.nn.BatchNorm1d(2)
+    kept = KeptBuffers(norm)
+    norm(torch.full((3, 2), 7.0))
+    kept.keep()
+    before = norm.running_mean.clone()
+    norm(torch.full((3, 2), float('nan')))
+    assert norm.running_mean.isnan().all()
+    kept.restore()
+    assert norm.running_mean.equal(before)
+    KeptBuffers(torch.nn.Linear(2, 2)).keep()  # none to keep

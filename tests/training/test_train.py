@@ -17,7 +17,7 @@ from tests.training.runs import ROOT, TINY, Run, changed
 GROUP_NORM = changed(
     TINY,
     data__val_images=19,
-    model__kwargs={'channels': [8, 8, 16, 16], 'output_stride': 8, 'norm_layer': 'groupnorm'},
+    model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
     stage2={'epochs': 1, 'lr': 0.05, 'cache_features': True},
 )
