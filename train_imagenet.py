@@ -78,12 +78,15 @@ def main(args: Sequence[str] | None = None) -> None:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
-    accelerator = Accelerator(
-        mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
-        log_with=None if only_looking else [*config.trackers] or None,
-        project_dir=config.output,
-    )
-    check_launch(accelerator)
+    try:
+        accelerator = Accelerator(
+            mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
+            log_with=None if only_looking else [*config.trackers] or None,
+            project_dir=config.output,
+        )
+        check_launch(accelerator)
+    except (ValueError, RuntimeError) as error:
+        fail(error)
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
     for warning in warnings:
         console.print(f'[yellow]warning:[/] {warning}', soft_wrap=True)

@@ -25,16 +25,16 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-def killed_often(directory, times, seed):
-    """A run killed `times` times at random moments after it began to work, then left to finish."""
+def killed_often(directory, times, seed, delay, settings=BUSY):
+    """A run killed `times` times, each at a random moment within `delay` seconds of new progress, then left to finish."""
     rng = random.Random(seed)
-    run = Run(directory, BUSY)
+    run = Run(directory, settings)
     kills = 0
     for _ in range(3 * times):
         before = set(run.checkpoints)
         process = run.start('--resume', 'auto')
         run.wait_for(lambda: set(run.checkpoints) - before, process)  # noqa: B023
-        process.join(rng.uniform(0.0, 0.8))
+        process.join(rng.uniform(0.0, delay))
         if process.exitcode is not None:
             break
         process.kill()
@@ -55,7 +55,7 @@ def assert_same(run, other):
 
 
 def test_killed_three_times_ends_with_the_same_weights(tmp_path, uninterrupted):
-    run, kills = killed_often(tmp_path, 3, seed=0)
+    run, kills = killed_often(tmp_path, 3, seed=0, delay=0.5)
     assert kills == 3, run.text
     assert_same(run, uninterrupted)
     lines = [(side.output / 'metrics.csv').read_text().splitlines() for side in (run, uninterrupted)]
@@ -64,10 +64,14 @@ def test_killed_three_times_ends_with_the_same_weights(tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-def test_killed_ten_times_ends_with_the_same_weights(tmp_path, uninterrupted):
-    run, kills = killed_often(tmp_path, 10, seed=1)
-    assert kills >= 8, run.text
-    assert_same(run, uninterrupted)
+@pytest.mark.parametrize('cached', [False, True])
+def test_killed_ten_times_ends_with_the_same_weights(tmp_path, cached):
+    settings = changed(BUSY, stage1__epochs=4, stage2__epochs=3, stage2__cache_features=cached, stage2__cache_views=2)
+    whole = Run(tmp_path / 'whole', settings)
+    assert whole.run() == 0, whole.text
+    run, kills = killed_often(tmp_path, 10, seed=1, delay=0.2, settings=settings)
+    assert kills == 10, run.text
+    assert_same(run, whole)
 
 
 def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
