@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import rotp_vision
-from rotp_vision.hub import TORCHVISION
+from rotp_vision.hub import TORCHVISION, save_pretrained
+from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
 from rotp_vision.training.config import ModelConfig, PoolConfig, StageConfig
@@ -40,7 +40,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         'precision': run.accelerator.mixed_precision,
     }
     if stage == 2:
-        paths = ', '.join(rotp_vision.rot_pools(model))
+        paths = ', '.join(rot_pools(model))
         facts['pooling'] = f'{paths}: {pool_title(config.pool)}, trains {config.stage2.train}'
     if stage == 2 and config.stage2.cache_features:
         shape = map_shape(model, config.data.image_size)
@@ -52,7 +52,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
 def finish(run: Run, model: nn.Module) -> None:
     """Tables, pictures and the exported model."""
     progress, output = run.progress, run.output
-    pools = rotp_vision.rot_pools(model)
+    pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
@@ -67,9 +67,9 @@ def finish(run: Run, model: nn.Module) -> None:
 def _export(model: nn.Module, config: ModelConfig, directory: Path) -> str:
     """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
-    if rotp_vision.rot_pools(model):
+    if rot_pools(model):
         base = config.name if config.name.startswith(TORCHVISION) else None
-        rotp_vision.save_pretrained(model, directory, base=base, model_args=config.kwargs, force=True)
+        save_pretrained(model, directory, base=base, model_args=config.kwargs, force=True)
         return f"rotp_vision.load_pretrained('{directory}')"
     if config.name.startswith(TORCHVISION):
         save_file(model.state_dict(), directory.with_suffix('.safetensors'))

@@ -11,8 +11,8 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-import rotp_vision
-from rotp_vision.hub import TORCHVISION, build, read_state_dict
+from rotp_vision.hub import TORCHVISION, build, load_pretrained, read_state_dict
+from rotp_vision.surgery import convert
 from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
 
@@ -56,7 +56,7 @@ def published_classes(config: ModelConfig) -> int | None:
 
 def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
     """The network with its pooling replaced by ROTP."""
-    return rotp_vision.convert(model, config.options, config.where, start=None)  # the options say where it starts
+    return convert(model, config.options, config.where, start=None)  # the options say where it starts
 
 
 def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.Module:
@@ -73,7 +73,7 @@ def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.
         model.load_state_dict(load_weights(place))
         return model
     if (place / 'config.json').is_file():
-        return rotp_vision.load_pretrained(place)
+        return load_pretrained(place)
     return build_model(replace(config, pretrained=False, checkpoint=path), num_classes)
 
 

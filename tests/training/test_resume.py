@@ -26,7 +26,7 @@ def uninterrupted(tmp_path_factory):
 
 
 def killed_often(directory, times, seed, delay, settings=BUSY):
-    """A run killed `times` times, each at a random moment within `delay` seconds of new progress, then left to finish."""
+    """A run killed `times` times, each at a random moment within `delay` seconds of new progress, then finished."""
     rng = random.Random(seed)
     run = Run(directory, settings)
     kills = 0
