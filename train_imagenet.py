@@ -98,7 +98,9 @@ def main(args: Sequence[str] | None = None) -> None:
     seed_all(config.seed)
     try:
         for stage in (config.stage1, config.stage2):
-            split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
+            size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
+            if (stage.mixup or stage.cutmix) and size % 2:
+                raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
         with accelerator.main_process_first():
             if config.evaluate is not None:
                 model = load_for_evaluation(config.evaluate, config.model, num_classes)
@@ -407,6 +409,7 @@ def unwrapped(run: Run, wrapped: nn.Module, model: nn.Module) -> nn.Module:
     """`model` as it was before Accelerate wrapped it, and Accelerate without a memory of this stage."""
     run.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     run.accelerator.free_memory()
+    model._compiled_call_impl = None  # what `compile` left; the next stage has another graph
     return model
 
 

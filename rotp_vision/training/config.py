@@ -271,14 +271,6 @@ def check_config(config: RunConfig) -> None:
         need(stage.decay_epochs > 0, f'{name}.decay_epochs', 'positive', stage.decay_epochs)
         decay = stage.ema_decay
         need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
-        mixes = stage.mixup > 0 or stage.cutmix > 0
-        even = config.global_batch_size % (2 * stage.accumulation) == 0
-        need(
-            not mixes or even,
-            'global_batch_size',
-            f'even per forward pass for mixup ({name})',
-            config.global_batch_size,
-        )
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)

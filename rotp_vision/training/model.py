@@ -73,7 +73,10 @@ def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.
         model.load_state_dict(load_weights(place))
         return model
     if (place / 'config.json').is_file():
-        return load_pretrained(place)
+        model = load_pretrained(place)
+        if getattr(model, 'num_classes', num_classes) != num_classes:
+            raise ValueError(f'{path} has {model.num_classes} classes but the data has {num_classes}')
+        return model
     return build_model(replace(config, pretrained=False, checkpoint=path), num_classes)
 
 

@@ -37,6 +37,8 @@ def _child(args: list[str], log: Path) -> None:
     os.dup2(stream, 1)
     os.dup2(stream, 2)
     torch.set_num_threads(1)
+    # A fork of the server would start a server of its own, imports and all, for its data workers.
+    multiprocessing.set_start_method('fork', force=True)
     sys.argv = ['train_imagenet.py', *args]
     from train_imagenet import main
 
