@@ -87,6 +87,7 @@ def plot_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     right.set(xlabel='epoch', ylabel='validation accuracy (%)')
     first = next((number for number, row in zip(x, epochs, strict=True) if row['stage'] == 2), None)
     for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
         if first is not None and first > 1:
             axes.axvline(first - 0.5, color='grey', linestyle=':', label='ROTP from here')
         axes.legend()
@@ -101,6 +102,8 @@ def plot_weights(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         label = f'{name[0]}[{name[1]}]: {values[0]:.4g} → {values[-1]:.4g}'
         axes.plot(range(len(values)), [value / values[0] for value in values], label=label, marker='.')
     axes.set(xlabel='epoch of stage 2', ylabel='learned weight / its start')
+    axes.ticklabel_format(useOffset=False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
@@ -155,7 +158,8 @@ def plot_looked(
         drawn = axes[1, column].imshow(heat[column], cmap='inferno', alpha=0.7, vmin=0, vmax=top)
         for row in (0, 1):
             axes[row, column].set_axis_off()
-    figure.colorbar(drawn, ax=axes[1, :].tolist(), label='weight (average pooling: 1)', shrink=0.9)
+    bar = figure.colorbar(drawn, ax=axes[1, :].tolist())
+    bar.set_label('weight of a place\n(average pooling: 1)', fontsize=8)
     figure.savefig(path, dpi=120)
 
 
