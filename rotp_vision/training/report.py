@@ -68,12 +68,15 @@ def show_summary(
 
 
 def learned_weights(pools: Mapping[str, nn.Module]) -> dict[str, list[float]]:
-    """The positive weights of every ROTP layer, as path.name → one value per module."""
-    return {
-        f'{path}.{name}': value.flatten().tolist() if value.numel() <= 16 else [value.mean().item()]
-        for path, layer in pools.items()
-        for name, value in layer.named_weights().items()  # type: ignore[operator]
-    }
+    """The positive weights of every ROTP layer as path.name → one value per module; a gain per channel as its mean."""
+    weights = {}
+    for path, layer in pools.items():
+        for name, value in layer.named_weights().items():  # type: ignore[operator]
+            if value.numel() > 16:
+                weights[f'{path}.{name} (mean)'] = [value.mean().item()]
+            else:
+                weights[f'{path}.{name}'] = value.flatten().tolist()
+    return weights
 
 
 def plot_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
