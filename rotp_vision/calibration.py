@@ -49,11 +49,9 @@ class Calibration(NamedTuple):
         ]
         for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)[:limit]]:
             temperature = '' if trial.view is None else f'{trial.temperature:.4g}'
-            mark = ' (chosen)' if trial == self.best else ''
-            lines.append(
-                f'| {trial.view or "average"}{mark} | {temperature} | {trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} '
-                f'| {100 * trial.accuracy:.1f} |'
-            )
+            name = (trial.view or 'average') + (' (chosen)' if trial == self.best else '')
+            scores = f'{trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} | {100 * trial.accuracy:.1f}'
+            lines.append(f'| {name} | {temperature} | {scores} |')
         return '\n'.join(lines)
 
     def plot(self, path: str | Path):
@@ -234,7 +232,9 @@ def _spread(maps: list[Tensor], view: View) -> float:
     return float(seen.var(2, correction=0).mean().sqrt())
 
 
-def _score(view: View | None, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool) -> Trial:
+def _score(
+    view: View | None, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool
+) -> Trial:
     raw = head(pooled)
 
     def loss_at(log_gain: float) -> float:

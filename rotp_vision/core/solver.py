@@ -100,6 +100,8 @@ def explicit_pool(
         num_inner: see `Solver`.
         similarity: see `Solver`.
     """
+    if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
+        raise ValueError(f'there is no operator for {name} with coupled={coupled} and these weights')
     x, log_p0, log_q0, mask = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))

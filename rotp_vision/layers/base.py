@@ -60,13 +60,21 @@ class ROTPool(nn.Module):
             log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
         """
         x = _without_masked(x, mask)
-        problem = self._problem(x, mask, log_sample_prior)
+        return self._pool(x, self._problem(x, mask, log_sample_prior))
+
+    def _pool(self, x: Tensor, problem: ROTProblem) -> Tensor:
+        # Where the plan sees the features themselves there is one tensor to read and to keep, not two.
+        features = problem.features if self.view == 'identity' else x
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             weights = self.weights()
-            pooled = explicit_pool(x, problem, weights, self._name, self._coupled, self._num_inner, self._similarity)
+            pooled = explicit_pool(
+                features, problem, weights, self._name, self._coupled, self._num_inner, self._similarity
+            )
         else:
-            pooled = rot_pool(x, problem, self.weights(), self.solver)
-        return pooled if self.gain is None else pooled * self.gain().to(pooled.dtype)
+            pooled = rot_pool(features, problem, self.weights(), self.solver)
+        if self.gain is not None:
+            pooled = pooled * self.gain().to(pooled.dtype)
+        return pooled.to(x.dtype)
 
     def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rotp_vision.core import has_explicit
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
 
@@ -103,22 +104,56 @@ class LocalROTPool2d(ROTPool):
         step = max(1, CHUNK_VALUES // size)
         if step >= rows:
             return self._pool_rows(padded, inside, 0, rows, columns)
-        chunks = []
-        for first in range(0, rows, step):
-            arguments = (padded, inside, first, min(first + step, rows), columns)
-            if torch.is_grad_enabled():
-                chunks.append(checkpoint(self._pool_rows, *arguments, use_reentrant=False))
-            else:
-                chunks.append(self._pool_rows(*arguments))
+        pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows
+        chunks = [pool_rows(padded, inside, i, min(i + step, rows), columns) for i in range(0, rows, step)]
         return torch.cat(chunks, 2)
 
     def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
-        (kernel_h, kernel_w), (stride_h, stride_w), (dilation_h, dilation_w) = (
-            self.kernel_size,
-            self.stride,
-            self.dilation,
-        )
+        sets, mask = self._windows(padded, inside, first, last, columns)
+        pooled = self._pool(sets, self._problem(sets, mask, None))
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+
+    def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
+        """`_pool_rows` that keeps no windows for its backward pass, which cuts them out of the map again."""
+        made: dict[str, Tensor] = {}
+        source = padded.detach()
+
+        def make(windows_of: Tensor):
+            made['sets'], mask = self._windows(windows_of, inside, first, last, columns)
+            problem = self._problem(made['sets'], mask, None)
+            made['seen'] = problem.features
+            return problem
+
+        def pack(tensor: Tensor) -> Tensor | str:
+            for name, known in made.items():
+                if tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
+                    return name
+            return tensor
+
+        def unpack(packed: Tensor | str) -> Tensor:
+            if not isinstance(packed, str):
+                return packed
+            if not made:
+                with torch.no_grad():
+                    make(source)
+            return made[packed]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            problem = make(padded)
+            if not has_explicit(problem, self.weights(), self.solver):
+                # Without an operator of its own the solver keeps every step: run it again instead.
+                return checkpoint(self._pool_rows, padded, inside, first, last, columns, use_reentrant=False)
+            pooled = self._pool(made['sets'], problem)
+        made.clear()
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+
+    def _windows(
+        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
+        (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
+        stride_h, stride_w = self.stride
         # Only the rows in question, so that the gradient of each tap is no larger than the chunk.
         begin, end = first * stride_h, (last - 1) * stride_h + dilation_h * (kernel_h - 1) + 1
         part = padded[:, :, begin:end].permute(0, 2, 3, 1)
@@ -128,13 +163,11 @@ class LocalROTPool2d(ROTPool):
             for j in range(kernel_w):
                 y, x = i * dilation_h, j * dilation_w
                 taps.append(part[:, y : y + reach_h : stride_h, x : x + reach_w : stride_w])
-        windows = torch.stack(taps)  # (k², B, h, W', C)
-        kernel, batch, height, width, channels = windows.shape
-        sets = windows.view(kernel, batch * height * width, channels).permute(1, 2, 0)  # (B h W', C, k²), not copied
+        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
         mask: Tensor | None = None
         if inside is not None:
-            mask = inside[first:last].reshape(1, height * width, kernel).expand(batch, -1, -1).reshape(-1, kernel)
-        return self.pool_sets(sets, mask).view(batch, height, width, channels).permute(0, 3, 1, 2)
+            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
+        return windows.flatten(0, 2).mT, mask
 
     def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
         """How many windows lie along an axis, as torch's pooling counts them, and the padding before and after."""
