@@ -116,14 +116,14 @@ def differences(results: Results, most_modules: int = 4096):
 
 
 def renew_page(page: Path, results: Results):
-    """Put the tables between their `<!-- table: name -->` … `<!-- end -->` marks, and the plots into figures/."""
+    """Put the tables between their marks `<!-- table: name -->` and `<!-- end -->`, and the plots into figures/."""
     text = page.read_text('utf-8')
     for name, table in results.tables.items():
         text, count = re.subn(
             rf'(<!-- table: {name} -->\n).*?(<!-- end -->)', lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
         )
-        if count == 0:
-            print(f'{page} has no place for the table {name}')
+        if count != 1:
+            raise ValueError(f'{page} must have one place for the table {name}, got {count}')
     write_text(page, text)
     figures = page.parent / 'figures'
     figures.mkdir(exist_ok=True)

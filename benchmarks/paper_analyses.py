@@ -132,7 +132,8 @@ LIMITS = {
 def precision(num_modules: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
     """Errors ‖P − P_true‖₁ of the plan and max |f − f_true| of the pooled features, and the plans; ρ = α1.
 
-    The truth is mean, max or attention pooling. Plans are keyed by (pooling, setting, solver), the truth by (pooling, setting, 'truth').
+    The truth is mean, max or attention pooling. Plans are keyed by (pooling, setting, solver), the truth by
+    (pooling, setting, 'truth').
     """
     x = random(1, 5, 10)
     # Attention pooling as the paper has it: a = softmax(wᵀ tanh(V X)).

@@ -98,12 +98,8 @@ def runtime(rows: Sequence[Row]) -> Figure:
             panel = [row for row in rows if row['α0'] == structure and row['against'] == against]
             for name in RUNTIME_SOLVERS:
                 points = [row for row in panel if row['solver'] == name]
-                axes.plot(
-                    [row['value'] for row in points],
-                    [row['relative time'] for row in points],
-                    label=name,
-                    **STYLES[name],
-                )
+                values, times = [row['value'] for row in points], [row['relative time'] for row in points]
+                axes.plot(values, times, label=name, **STYLES[name])
             what = 'modules T (Sinkhorn without structure: steps)' if against == 'T' else 'samples N'
             term = 'with' if structure else 'without'
             axes.set(title=f'{term} structural term, against {against}', xlabel=what, ylabel='relative time')

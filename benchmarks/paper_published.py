@@ -17,9 +17,10 @@ def published_sinkhorn(
     structure: float = 0.0,
     proximal: float = 0.0,
 ) -> Tensor:
-    """(B, D, N) log plan by Algorithm 1 exactly as the paper prints it, extra 1 / α1' and simultaneous updates included.
+    """(B, D, N) log plan by Algorithm 1 exactly as the paper prints it.
 
-    Nothing is put right: the plan is not brought to mass one, and where the iteration diverges it becomes NaN.
+    Nothing is put right: the duals have their extra 1 / α1', both are updated from the same
+    Y, the plan is not brought to mass one, and where the iteration diverges it becomes NaN.
     """
     x, log_p0, log_q0, mask = problem
     if mask is not None:
