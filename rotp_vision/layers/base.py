@@ -1,12 +1,13 @@
 """What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
-from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.options import PoolOptions, View, pool_options
 from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, PositiveWeight, view_of
 
 
@@ -22,7 +23,7 @@ class ROTPool(nn.Module):
         super().__init__()
         self.options = pool_options(options)
         self.solver = self.options.to_solver()
-        self.view = self.options.view
+        self.view: View = self.options.view
         if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.weights = ModuleWeights(self.options)
@@ -80,6 +81,11 @@ class ROTPool(nn.Module):
             if not isinstance(weight, PositiveWeight):
                 raise ValueError(f'this layer has no weight {name!r}; it has {", ".join(known)}')
             weight.set(value)
+
+    def set_view(self, view: View):
+        """Let the plan see another view from here on."""
+        self.options = replace(self.options, view=view)
+        self.view = view
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that weight decay would pull off their meaning: all positive weights."""

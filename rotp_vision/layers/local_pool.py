@@ -25,6 +25,7 @@ class LocalROTPool2d(ROTPool):
         num_features: channels; needed only for attention priors and a gain per channel.
         kernel_size, stride, padding, dilation, ceil_mode: as in `nn.MaxPool2d`.
         same: pad as TensorFlow does, so that the output has ceil(size / stride) rows and columns.
+        count_include_pad: as in `nn.AvgPool2d`: padding takes no mass, but counts as zeros in what is averaged.
 
     Shapes:
         (B, C, H, W) to (B, C, H', W') with H', W' as `nn.MaxPool2d` has them; (C, H, W) without a batch.
@@ -48,6 +49,7 @@ class LocalROTPool2d(ROTPool):
         dilation: int | tuple[int, int] = 1,
         ceil_mode: bool = False,
         same: bool = False,
+        count_include_pad: bool = False,
     ):
         super().__init__(options, num_features)
         self.kernel_size = _pair('kernel_size', kernel_size, 1)
@@ -56,6 +58,7 @@ class LocalROTPool2d(ROTPool):
         self.dilation = _pair('dilation', dilation, 1)
         self.ceil_mode = ceil_mode
         self.same = same
+        self.count_include_pad = count_include_pad
         if any(2 * p > k for p, k in zip(self.padding, self.kernel_size, strict=True)):
             raise ValueError(
                 f'padding must be at most half of kernel_size, got {self.padding} for {self.kernel_size}: '
@@ -105,13 +108,18 @@ class LocalROTPool2d(ROTPool):
             inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (h, W', kh, kw)
             mask = inside.view(1, height * width, kernel).expand(batch, -1, -1).reshape(-1, kernel)
             mask = mask.to(padded.device, non_blocking=True)
-        return self.pool_sets(sets, mask).view(batch, height, width, channels)
+        pooled = self.pool_sets(sets, mask).view(batch, height, width, channels)
+        if mask is not None and self.count_include_pad:
+            share = torch.tensor(rows.shares(first, last))[:, None] * torch.tensor(columns.shares(0, width))  # (h, W')
+            pooled = pooled * share[..., None].to(pooled, non_blocking=True)
+        return pooled
 
     def extra_repr(self) -> str:
         shape = {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding}
         shape |= {'dilation': self.dilation} if self.dilation != (1, 1) else {}
         shape |= {'ceil_mode': True} if self.ceil_mode else {}
         shape |= {'same': True} if self.same else {}
+        shape |= {'count_include_pad': True} if self.count_include_pad else {}
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
 
 
@@ -125,7 +133,9 @@ class _Axis:
         if pool.same:
             self.num_windows = -(-size // self.stride)
             self.before = max((self.num_windows - 1) * self.stride + reach - size, 0) // 2
+            self.counted = size + (self.num_windows - 1) * self.stride + reach
         else:
+            self.counted = size + 2 * self.before
             space = size + 2 * self.before - reach
             self.num_windows = (-(-space // self.stride) if pool.ceil_mode else space // self.stride) + 1
             # With ceil_mode the last window must begin inside the map or its padding before it.
@@ -147,6 +157,13 @@ class _Axis:
         """The positions, counted from the first window's begin, that so many windows have at one offset."""
         begin = offset * self.dilation
         return slice(begin, begin + (num_windows - 1) * self.stride + 1, self.stride)
+
+    def shares(self, first: int, last: int) -> list[float]:
+        """For each window, how much of it lies inside the map; what ceil_mode adds beyond the padding is no part."""
+        return [
+            sum(taps) / sum(window * self.stride + i * self.dilation < self.counted for i in range(self.kernel))
+            for window, taps in enumerate(self.inside(first, last), first)
+        ]
 
     def inside(self, first: int, last: int) -> list[list[bool]]:
         """For each window, which of its offsets lie inside the map."""

@@ -1,0 +1,216 @@
+"""How many of the models of timm and torchvision can be converted, counted by converting them.
+
+    python benchmarks/coverage.py                     # all, on the meta device; writes benchmarks/COVERAGE.md
+    python benchmarks/coverage.py --filter 'resnet*' --limit 20
+    python benchmarks/coverage.py --groups            # the smallest model of each group, for real, forward and backward
+
+Both keep what they found in a file of JSON lines (`--results`) and continue where they stopped.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import fnmatch
+import gc
+import json
+import pickle
+import warnings
+from pathlib import Path
+
+import timm
+import torch
+import torchvision
+from torch import nn
+from tqdm import tqdm
+
+import rotp_vision
+from rotp_vision.layers import pool_options
+from rotp_vision.surgery.convert import DEFAULT, replace_pools
+from rotp_vision.surgery.find import example_inputs
+
+HERE = Path(__file__).parent
+
+# What there is to convert, by an independent count.
+EXPECTED = {
+    'timm': {'module': 838, 'function': 48, 'tokens': 210},
+    'torchvision': {'module': 51, 'function': 13},
+}
+EXPECTED_TOTAL = sum(count for counts in EXPECTED.values() for count in counts.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--filter', default='*', help='pattern of model names; torchvision names start with tv:')
+    parser.add_argument('--limit', type=int, default=None, help='at most so many models')
+    parser.add_argument('--groups', action='store_true', help='run the smallest model of each group for real')
+    parser.add_argument('--results', type=Path, default=HERE / 'coverage.jsonl', help='JSON lines of what was found')
+    parser.add_argument('--table', type=Path, default=HERE / 'COVERAGE.md', help='the table that is written')
+    args = parser.parse_args()
+    warnings.filterwarnings('ignore')
+
+    names = [
+        *timm.list_models(exclude_filters='*_rotp*'),
+        *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models)),
+    ]
+    counted = _continue(args.results, fnmatch.filter(names, args.filter)[: args.limit], count_one, 'converting')
+    runs = None
+    if args.groups:
+        smallest: dict[str, dict] = {}
+        for result in counted:
+            if 'group' in result:
+                best = smallest.setdefault(result['group'], result)
+                smallest[result['group']] = min(best, result, key=lambda one: one['parameters'])
+        chosen = sorted(result['name'] for result in smallest.values())
+        runs = _continue(args.results.with_name(f'groups_{args.results.name}'), chosen, run_one, 'running')
+    table = markdown(counted, runs)
+    print(table)
+    if args.filter == '*' and args.limit is None:
+        args.table.write_text(table, encoding='utf-8')
+
+
+def _continue(path: Path, names: list[str], work, what: str) -> list[dict]:
+    known = [json.loads(line) for line in path.read_text(encoding='utf-8').splitlines()] if path.exists() else []
+    results = {result['name']: result for result in known}
+    with path.open('a', encoding='utf-8') as file:
+        for name in tqdm([name for name in names if name not in results], desc=what):
+            results[name] = {'name': name, **work(name)}
+            file.write(json.dumps(results[name]) + '\n')
+            file.flush()
+            gc.collect()
+    return [results[name] for name in names]
+
+
+def build(name: str, device: str) -> nn.Module:
+    with torch.device(device):
+        if name.startswith('tv:'):
+            # Random weights are wanted: GoogLeNet and Inception warn about their slow initialisation.
+            quick = {'init_weights': False} if name in ('tv:googlenet', 'tv:inception_v3') else {}
+            return torchvision.models.get_model(name[3:], **quick)
+        return timm.create_model(name)
+
+
+def count_one(name: str) -> dict:
+    """What converting the model on the meta device gives: its pattern, or the reason why not."""
+    try:
+        model = build(name, 'meta').eval()
+    except Exception as error:
+        return {'pattern': 'not built', 'reason': f'{type(error).__name__}: {error}'}
+    inputs = example_inputs(model)
+    result: dict = {'parameters': sum(parameter.numel() for parameter in model.parameters())}
+    try:
+        pools = rotp_vision.find_pools(model)
+        result['local'] = dict(collections.Counter(pool.old for pool in pools if pool.kind == 'local'))
+        result['local_replaceable'] = sum(pool.kind == 'local' and not pool.reason for pool in pools)
+        replace_pools(model, pools, pool_options(DEFAULT, start='mean'), 'global')
+        with torch.no_grad():
+            ran = run_of_pools(model, lambda: model(*inputs))
+        output = ran.pop('output')
+        assert all(count == 1 for count in ran.values()), ran
+        assert output.shape == (inputs[0].shape[0], getattr(model, 'num_classes', 1000)), output.shape
+    except Exception as error:
+        known = [pool for pool in pools if pool.kind != 'local'] if 'pools' in locals() else []
+        refused = isinstance(error, ValueError) and known
+        result |= {'pattern': f'refused: {known[-1].old}' if refused else 'failed', 'reason': str(error)[:500]}
+        return result
+    pool = next(pool for pool in pools if pool.kind != 'local')
+    by = 'tokens' if pool.kind == 'tokens' else 'module' if pool.host is None else 'function'
+    pattern = f'{pool.path}, {pool.layout}, {pool.output}' if by == 'module' else pool.old.split(' in ')[0]
+    kind = type(model)._native.__name__ if hasattr(type(model), '_native') else type(model).__name__
+    where = pool.old.split(' in ')[-1] if pool.host else ''
+    return result | {'pattern': f'{by}: {pattern}', 'by': by, 'group': f'{kind}, {pool.path}, {pool.layout}, {where}'}
+
+
+def run_of_pools(model: nn.Module, run) -> dict:
+    """How often each ROT pool ran, and the output."""
+    counts = dict.fromkeys(rotp_vision.rot_pools(model), 0)
+    with contextlib.ExitStack() as stack:
+        for path, pool in rotp_vision.rot_pools(model).items():
+
+            def count(*_, path=path):
+                counts[path] += 1
+
+            stack.callback(pool.register_forward_hook(count).remove)
+        output = run()
+    return {**counts, 'output': output}
+
+
+def run_one(name: str) -> dict:
+    """Everything that a converted model must survive, for real."""
+    torch.manual_seed(0)
+    model = build(name, 'cpu').eval()
+    (shape,) = (value.shape for value in example_inputs(model))
+    x = torch.randn(shape)
+    try:
+        with torch.no_grad():
+            native = model(x)
+        rotp_vision.convert(model)
+        pools = rotp_vision.rot_pools(model)
+        output = model(x)
+        assert output.shape == native.shape
+        difference = float((output - native).detach().norm() / native.norm())
+        output.square().mean().backward()
+        for pool in pools.values():
+            for parameter_name, parameter in pool.named_parameters():
+                assert parameter.grad is not None, parameter_name
+                assert parameter.grad.isfinite().all(), parameter_name
+            pool.set_weights(smoothness=3.0)
+        model.zero_grad()
+        with torch.no_grad():
+            trained = model(x)
+            for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                assert torch.equal(copied(x), trained)
+            if hasattr(model, 'reset_classifier'):
+                model.reset_classifier(7)
+                assert model(x).shape == (shape[0], 7)
+                assert list(rotp_vision.rot_pools(model)) == list(pools)
+                assert all(rotp_vision.rot_pools(model)[path] is pool for path, pool in pools.items())
+    except Exception as error:
+        return {'passed': False, 'reason': f'{type(error).__name__}: {error}'[:500]}
+    return {'passed': True, 'difference': difference}
+
+
+def markdown(counted: list[dict], runs: list[dict] | None) -> str:
+    lines = [
+        '# Models that can be converted',
+        '',
+        f'timm {timm.__version__}, torchvision {torchvision.__version__}; `python benchmarks/coverage.py --groups`',
+        '',
+        '| library | what pools | models | converted |',
+        '| --- | --- | --- | --- |',
+    ]
+    total = 0
+    for library, expected in EXPECTED.items():
+        own = [result for result in counted if result['name'].startswith('tv:') == (library == 'torchvision')]
+        for by, number in expected.items():
+            converted = sum(result.get('by') == by for result in own)
+            total += converted
+            lines.append(f'| {library} | {WORDS[by]} | {number} | {converted} |')
+    lines.append(f'| | **all that pool** | **{EXPECTED_TOTAL}** | **{total}** ({total / EXPECTED_TOTAL:.1%}) |')
+    lines += ['', '## By pattern', '', '| pattern | timm | torchvision |', '| --- | --- | --- |']
+    patterns = collections.Counter((result['pattern'], result['name'].startswith('tv:')) for result in counted)
+    order = sorted({pattern for pattern, _ in patterns}, key=lambda p: (p.split(':')[0], -patterns[p, False]))
+    for pattern in order:
+        lines.append(f'| {pattern} | {patterns[pattern, False]} | {patterns[pattern, True]} |')
+    local = [result for result in counted if result.get('local_replaceable')]
+    pools = sum(result['local_replaceable'] for result in local)
+    lines += ['', f'Local pools: {pools} in {len(local)} models.']
+    if runs is not None:
+        failed = [run for run in runs if not run['passed']]
+        lines += [
+            '',
+            f'Groups (class, path, layout), the smallest model of each run for real, forward, backward, deepcopy, '
+            f'pickle, `reset_classifier(7)`: {len(runs) - len(failed)} of {len(runs)} passed.',
+            *(f'- {run["name"]}: {run["reason"]}' for run in failed),
+        ]
+    return '\n'.join(lines) + '\n'
+
+
+WORDS = {
+    'module': 'a module',
+    'function': 'a function in a method',
+    'tokens': 'a mean over tokens',
+}
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,261 @@
+"""Choosing a pooling's starting temperature and view from data, before any training."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rotp_vision.layers import GlobalROTPool2d, PoolOptions
+from rotp_vision.layers.options import View
+from rotp_vision.layers.weights import view_of
+from rotp_vision.surgery import rot_pools
+
+# From near-mean to near-max, as multiples of the spread of what the plan sees.
+TEMPERATURES = tuple(10 ** (2.5 - 0.25 * i) for i in range(15))
+_CHUNK = 64
+
+
+class Trial(NamedTuple):
+    """One way of pooling, scored on the calibration images with its gain fitted on them."""
+
+    view: str  # 'average' for average pooling
+    temperature: float
+    gain: float
+    loss: float  # cross-entropy with the gain
+    raw_loss: float  # cross-entropy with gain one
+    accuracy: float
+
+
+class Calibration(NamedTuple):
+    """What `calibrate` tried and what it chose."""
+
+    path: str
+    num_images: int
+    average: Trial
+    trials: list[Trial]
+    best: Trial
+
+    def table(self) -> str:
+        """All trials, best first, as a Markdown table."""
+        lines = [
+            '| pooling | temperature | gain | cross-entropy | without gain | top-1 % |',
+            '| --- | --- | --- | --- | --- | --- |',
+        ]
+        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)]:
+            temperature = '' if trial.view == 'average' else f'{trial.temperature:.4g}'
+            mark = ' (chosen)' if trial == self.best else ''
+            lines.append(
+                f'| {trial.view}{mark} | {temperature} | {trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} '
+                f'| {100 * trial.accuracy:.1f} |'
+            )
+        return '\n'.join(lines)
+
+    def plot(self, path: str | Path):
+        """Draw cross-entropy against temperature for every view, to an image file."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4), layout='constrained')
+        axes = figure.subplots()
+        for view in dict.fromkeys(trial.view for trial in self.trials):
+            points = sorted((t.temperature, t.loss) for t in self.trials if t.view == view)
+            axes.plot(*zip(*points, strict=True), marker='.', label=f'view {view}')
+        axes.axhline(self.average.loss, color='grey', linestyle='--', label='average pooling')
+        axes.plot(self.best.temperature, self.best.loss, 'k*', markersize=12, label='chosen')
+        axes.set(xscale='log', xlabel='temperature', ylabel='cross-entropy, gain fitted')
+        top = self.average.loss + 3 * max(self.average.loss - self.best.loss, 0.01)
+        axes.set_ylim(top=min(top, max(t.loss for t in self.trials) * 1.02))
+        axes.legend()
+        axes.set_title(f'{self.num_images} images')
+        figure.savefig(path, dpi=150)
+
+
+def calibrate(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    views: Sequence[View] = ('identity', 'rms', 'log'),
+    temperatures: Sequence[float] = TEMPERATURES,
+    max_images: int = 512,
+) -> Calibration:
+    """Choose the view and starting temperature of a converted model's global pooling from labelled images.
+
+    The backbone sees each image once; its maps are kept (in float16 if large), pooled at every view and temperature,
+    and scored by cross-entropy with the output gain fitted to each. The pooling is left at the best trial.
+    Its options must have a gain for that to take effect; without one, trials are scored without.
+
+    Args:
+        model: a model whose global pooling is a `GlobalROTPool2d` (see `convert`); its other parts are not changed.
+        loader: batches of (images, class indices), on any device; a few hundred images are enough.
+        views: what the plan may see.
+        temperatures: multiples of the spread of the view over the images, tried as smoothness (and, for Bregman ADMM,
+            as step times the number of modules).
+        max_images: how many images to read.
+
+    Returns:
+        A `Calibration`: `.table()` and `.plot(path)` show it.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> batch = torch.rand(8, 3, 64, 64), torch.randint(3, (8,))
+        >>> rotp_vision.calibrate(model, [batch], temperatures=[10.0, 1.0]).num_images
+        8
+    """
+    path, pool = _global_pool(model)
+    with _evaluation(model):
+        maps, targets, logits = _collect(model, pool, loader, max_images)
+        head = _Head(model, pool, maps, logits)
+        fit_gain = pool.gain is not None
+        mean = torch.cat([m.float().mean((2, 3)) for m in maps])
+        average = _score('average', math.inf, mean, head, targets, fit_gain)
+        trials = []
+        for view in views:
+            spread = _spread(maps, view)
+            for multiple in temperatures:
+                options = _at_temperature(pool.options, view, multiple * spread)
+                layer = GlobalROTPool2d(options, maps[0].shape[1], flatten=True).to(maps[0].device)
+                pooled = torch.cat([layer(m.float()) for m in maps])
+                trials.append(_score(view, multiple * spread, pooled, head, targets, fit_gain))
+    best = min(trials, key=lambda trial: trial.loss)
+    pool.set_view(best.view)  # pyright: ignore[reportArgumentType]
+    chosen = _at_temperature(pool.options, pool.view, best.temperature).starting_weights()
+    pool.set_weights(**{name: value for name, value in chosen.items() if isinstance(value, float)})
+    if pool.gain is not None:
+        pool.set_weights(gain=best.gain)
+    return Calibration(path, len(targets), average, trials, best)
+
+
+def _global_pool(model: nn.Module) -> tuple[str, GlobalROTPool2d]:
+    pools = {path: pool for path, pool in rot_pools(model).items() if isinstance(pool, GlobalROTPool2d)}
+    if len(pools) != 1:
+        raise ValueError(
+            f'calibrate needs a model with one global ROT pooling, got {len(pools)}: convert the model first '
+            "(rotp_vision.convert(model), where='global')"
+        )
+    return next(iter(pools.items()))
+
+
+def _at_temperature(options: PoolOptions, view: View, temperature: float) -> PoolOptions:
+    """The options at one temperature, other weights as given or next to the mean, without what training adds."""
+    times = {'smoothness': 1, 'step': options.modules, 'proximal': 1}
+    weights = {name: temperature * times[name] for name in options.starting_weights() if name in times}
+    return replace(options, start='mean', view=view, gain='off', prior='uniform', prior_width=None, **weights)
+
+
+@contextmanager
+def _evaluation(model: nn.Module):
+    """The model in eval mode without gradients, every module's own mode restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Tensor, Tensor]], max_images: int):
+    """The pool's input maps (NCHW, chunks), the targets, and the model's logits with its pooling as it is."""
+    device = next(model.parameters()).device
+    seen: list[Tensor] = []
+    hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    maps, targets, logits = [], [], []
+    count = 0
+    try:
+        for images, labels in loader:
+            keep = min(len(images), max_images - count)
+            logits.append(model(images[:keep].to(device)))
+            features = seen.pop()
+            if pool.input_fmt == 'NHWC':
+                features = features.permute(0, 3, 1, 2)
+            large = features[0].numel() * max_images > 2**27 and features.abs().max() < 6e4
+            maps.extend((features.half() if large else features).split(_CHUNK))
+            targets.append(labels[:keep].to(device))
+            count += keep
+            if count >= max_images:
+                break
+    finally:
+        hook.remove()
+    if not count:
+        raise ValueError('loader must give at least one batch of (images, class indices), got none')
+    return maps, torch.cat(targets), torch.cat(logits)
+
+
+class _Head:
+    """What follows the pooling, as a function of the pooled features alone."""
+
+    def __init__(self, model: Any, pool: GlobalROTPool2d, maps: list[Tensor], logits: Tensor):
+        self.model, self.pool = model, pool
+        pooled = torch.cat([pool.pool_sets(m.float().flatten(2)) for m in maps])
+        tolerance = 1e-2 * float(logits.float().std())
+        if not torch.allclose(self(pooled), logits.float(), rtol=0, atol=tolerance):
+            raise ValueError(
+                'calibrate needs a network whose outputs depend on its last map through the global pooling alone; '
+                'those of this one do not'
+            )
+        # After most poolings comes a linear layer: then one pass gives the logits at every gain.
+        self.zero = self(torch.zeros_like(pooled[:1]))
+        self.affine = torch.allclose(
+            self(2 * pooled[:8]) - self(pooled[:8]), self(pooled[:8]) - self.zero, atol=tolerance
+        )
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        return torch.cat([self._run(chunk) for chunk in pooled.split(_CHUNK)])
+
+    def at_gain(self, pooled: Tensor, logits: Tensor, gain: float) -> Tensor:
+        """Logits of `gain` times `pooled`, whose own logits are known."""
+        return self.zero + gain * (logits - self.zero) if self.affine else self(gain * pooled)
+
+    def _run(self, pooled: Tensor) -> Tensor:
+        # The network runs on a small stand-in; a hook puts the pooled features in the place of the pool's output.
+        pooled = pooled.to(next(self.model.parameters()).dtype)
+        hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled))
+        try:
+            if not hasattr(self.model, 'forward_head'):
+                return self.model(pooled.new_zeros(len(pooled), 3, 64, 64)).float()
+            pixel = pooled[:, None, None, :] if self.pool.input_fmt == 'NHWC' else pooled[:, :, None, None]
+            return self.model.forward_head(pixel).float()
+        finally:
+            hook.remove()
+
+
+def _spread(maps: list[Tensor], view: View) -> float:
+    """Root mean square deviation of what the plan sees from its mean over an image's samples."""
+    seen = torch.cat([view_of(m.float().flatten(2), view) for m in maps])
+    return float(seen.var(2, correction=0).mean().sqrt())
+
+
+def _score(view: str, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool) -> Trial:
+    raw = head(pooled)
+
+    def loss_at(log_gain: float) -> float:
+        return float(F.cross_entropy(head.at_gain(pooled, raw, math.exp(log_gain)), targets))
+
+    log_gain = _minimize(loss_at, math.log(0.1), math.log(4.0)) if fit_gain else 0.0
+    correct = head.at_gain(pooled, raw, math.exp(log_gain)).argmax(1) == targets
+    accuracy = float(correct.float().mean())
+    return Trial(view, temperature, math.exp(log_gain), loss_at(log_gain), loss_at(0.0), accuracy)
+
+
+def _minimize(function: Callable[[float], float], low: float, high: float, steps: int = 16) -> float:
+    """Where a function with one minimum has it, by golden section."""
+    ratio = (math.sqrt(5) - 1) / 2
+    left, right = high - ratio * (high - low), low + ratio * (high - low)
+    at_left, at_right = function(left), function(right)
+    for _ in range(steps):
+        if at_left < at_right:
+            high, right, at_right = right, left, at_left
+            left = high - ratio * (high - low)
+            at_left = function(left)
+        else:
+            low, left, at_left = left, right, at_right
+            right = low + ratio * (high - low)
+            at_right = function(right)
+    return (low + high) / 2

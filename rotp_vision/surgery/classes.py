@@ -1,0 +1,126 @@
+"""Classes made at conversion: a network's own class with one or two methods changed.
+
+Only the class of the object changes, never the object: hooks, parameters, buffers and other references stay. Such an
+object pickles and copies as its native class and the few facts of `Changes`.
+"""
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.surgery.families import FAMILIES
+
+# The name of the pool that a module gets whose method pools by itself.
+NEW_POOL = 'rot_pool'
+
+
+class Host(NamedTuple):
+    """A method that pools by itself, and how a pool module takes over."""
+
+    method: str
+    layout: str  # of the map or tokens that it pools
+    prefix: int  # tokens that it drops first
+    before: str  # the child before which the pool stands
+    family: bool = False  # written out in `families`
+
+
+class Changes(NamedTuple):
+    """What a class made at conversion changes."""
+
+    guard: bool = False  # `reset_classifier` keeps the trained pool
+    host: Host | None = None  # a method calls the pool
+    frozen: bool = False  # `train` leaves frozen modules in evaluation mode
+
+
+def native_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module had before surgery."""
+    return getattr(type(module), '_native', type(module))
+
+
+def changes_of(module: nn.Module) -> Changes:
+    return getattr(type(module), '_changes', Changes())
+
+
+def change(module: nn.Module, **changes: Any):
+    """Give the module the class with these changes made; with none left, its native class."""
+    module.__class__ = changed_class(native_class(module), changes_of(module)._replace(**changes))
+
+
+@functools.cache
+def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
+    if changes == Changes():
+        return native
+    body: dict[str, Any] = {
+        '_native': native,
+        '_changes': changes,
+        '__module__': native.__module__,
+        '__doc__': native.__doc__,
+        '__reduce_ex__': _reduce,
+    }
+    if changes.guard:
+        body['reset_classifier'] = _guarded_reset(native)
+    if changes.host is not None:
+        body[changes.host.method] = _hosting_method(native, changes.host)
+    if changes.frozen:
+        body['train'] = _train_unfrozen
+    return type(native.__name__, (native,), body)
+
+
+def _reduce(self: nn.Module, protocol: int) -> tuple:
+    _, _, state, *rest = native_class(self).__reduce_ex__(self, max(protocol, 2))
+    return (_rebuild, (native_class(self), changes_of(self)), state, *rest)
+
+
+def _rebuild(native: type[nn.Module], changes: Changes) -> nn.Module:
+    cls = changed_class(native, changes)
+    return cls.__new__(cls)
+
+
+def _guarded_reset(native: Any):
+    """`reset_classifier` of the native network, which puts a native pool in the place of the trained one."""
+    reset = native.reset_classifier
+
+    @functools.wraps(reset)
+    def reset_classifier(self: nn.Module, *args: Any, **kwargs: Any):
+        from rotp_vision.surgery.convert import lift, put_back
+
+        call = inspect.signature(reset).bind(self, *args, **kwargs)
+        asked = call.arguments.get('global_pool')
+        if asked == 'rotp':
+            del call.arguments['global_pool']
+        lifted = lift(self)
+        reset(*call.args, **call.kwargs)
+        if asked in (None, 'rotp'):
+            put_back(self, lifted)
+
+    return reset_classifier
+
+
+def _hosting_method(native: type, host: Host):
+    if host.family:
+        return FAMILIES[native][1]
+    method = getattr(native, host.method)
+
+    # The mean of one sample is that sample: pooled first, the native method has nothing left to pool.
+    @functools.wraps(method)
+    def hosting(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        pool = getattr(self, NEW_POOL)
+        if host.layout != 'NLC':
+            return method(self, pool(x), *args, **kwargs)
+        pooled = pool(x[:, host.prefix :]).unsqueeze(1)  # (B, 1, D)
+        if host.prefix:
+            pooled = torch.cat([x[:, : host.prefix], pooled], 1)
+        return method(self, pooled, *args, **kwargs)
+
+    return hosting
+
+
+def _train_unfrozen(self: nn.Module, mode: bool = True) -> nn.Module:
+    from rotp_vision.surgery.freeze import rest_frozen
+
+    native_class(self).train(self, mode)
+    rest_frozen(self, mode)
+    return self

@@ -1,0 +1,276 @@
+"""Replacing the pools of a network, and putting them back."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from timm.models._features_fx import register_notrace_module
+from torch import Tensor, nn
+
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
+from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
+from rotp_vision.surgery.find import FoundPool, find_pools
+
+_logger = logging.getLogger('rotp_vision')
+
+DEFAULT = PoolOptions('sinkhorn', view='rms', gain='scalar')
+Where = Literal['global', 'local', 'all']
+
+# The temperature at which pooling is all but the maximum, against values whose spread is about one.
+MAX_START = 0.01
+
+
+# Its forward reads shapes in Python, which symbolic tracing cannot follow: to fx it is a leaf, as the others are.
+register_notrace_module(ROTSetPool)
+
+
+class Replaced(NamedTuple):
+    """What a ROT pool stands in the place of."""
+
+    pool: FoundPool
+    native: nn.Module | None  # None where a method pooled by itself
+
+
+def convert(
+    model: nn.Module,
+    pool: PoolOptions | Mapping[str, Any] | str = DEFAULT,
+    where: Where | Sequence[str] = 'global',
+    start: Literal['mean', 'paper'] | None = 'mean',
+    example_input: Tensor | tuple | None = None,
+) -> nn.Module:
+    """The same model, its pools replaced by ROT pools. Everything else about it stays as it is.
+
+    Args:
+        model: from timm, torchvision or of your own; converted in place. Convert before DDP and `torch.compile`.
+        pool: `PoolOptions`, a mapping of its fields, or a solver's name. The default is Sinkhorn on the scale-free
+            view 'rms' with a scalar gain.
+        where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
+            network, 'all' for both, or the paths of pools that `find_pools` lists.
+        start: 'mean' starts each pool next to what it replaces: average pools next to the mean, and max pools next to
+            the maximum, by a small smoothness (or step) and an almost free sample marginal. 'paper' starts every
+            weight at softplus(0). None leaves it to the options. A weight that the options give is kept in any case.
+        example_input: an input of the model, see `find_pools`.
+
+    Raises:
+        ValueError: if there is nothing to replace, or something that cannot be replaced faithfully.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet'))
+        >>> list(rotp_vision.rot_pools(model))
+        ['global_pool']
+    """
+    _refuse_wrapped(model)
+    options = pool_options(pool) if start is None else pool_options(pool, start=start)
+    replace_pools(model, find_pools(model, example_input), options, where)
+    _logger.info('converted %s\n%s', type(model).__name__, describe(model))
+    return model
+
+
+def replace_pools(model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]):
+    """What `convert` does once the pools of the model are found."""
+    for pool in _choose(found, where):
+        _place(model, pool, _new_pool(model, pool, options))
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """The same model with its native pools, as it was before `convert`.
+
+    Raises:
+        ValueError: if the model has no converted pool.
+    """
+    converted = _converted(model)
+    if not converted:
+        raise ValueError('the model has no converted pool to revert')
+    for path, pool in converted.items():
+        _take(model, path, pool)
+    for module in model.modules():
+        if changes_of(module).guard:
+            change(module, guard=False)
+    return model
+
+
+def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
+    """The ROT pools of a model by path, converted or native to it, without those inside others."""
+    pools: dict[str, ROTPool] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, ROTPool) and not any(path.startswith(f'{outer}.') for outer in pools):
+            pools[path] = module
+    return pools
+
+
+def describe(model: nn.Module) -> str:
+    """A table of the ROT pools of a model: path, old, new, parameters added, input shape."""
+    rows = [('path', 'old', 'new', 'parameters', 'input shape')]
+    for path, pool in rot_pools(model).items():
+        replaced = _replaced(pool)
+        old = '' if replaced is None else replaced.pool.old
+        shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
+        new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
+        rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return '\n'.join([lines[0], '  '.join('-' * width for width in widths), *lines[1:]])
+
+
+def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:
+    """Put the native network in place of its global ROT pools; returns those for `put_back`."""
+    lifted = [(path, pool) for path, pool in _converted(model).items() if _kind(pool) != 'local']
+    for path, pool in lifted:
+        _take(model, path, pool)
+    change(model, guard=False)
+    return lifted
+
+
+def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
+    for path, pool in lifted:
+        replaced = _replaced(pool)
+        assert replaced is not None
+        _place(model, replaced.pool._replace(path=path), pool)
+
+
+def _refuse_wrapped(model: nn.Module):
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
+        raise ValueError(
+            f'convert the model itself before it is wrapped or compiled, got {type(model).__name__}; '
+            'the wrapper would not know the new parameters'
+        )
+
+
+def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPool]:
+    if isinstance(where, str):
+        if where not in ('global', 'local', 'all'):
+            raise ValueError(f"where must be 'global', 'local', 'all' or a sequence of paths, got {where!r}")
+        outer = [pool for pool in pools if pool.kind != 'local']
+        inner = [pool for pool in pools if pool.kind == 'local' and pool.replaceable and not pool.reason]
+        if where != 'local':
+            for pool in outer:
+                if pool.reason:
+                    raise ValueError(f'cannot replace {pool.path or "the pooling"} ({pool.old}): {pool.reason}')
+        chosen = (outer if where != 'local' else []) + (inner if where != 'global' else [])
+        if not chosen:
+            left = '; '.join(f'{pool.path}: {pool.reason}' for pool in pools if pool.kind == 'local' and pool.reason)
+            raise ValueError(f'found no {where} pool to replace' + (f'. Left alone: {left}' if left else ''))
+        return chosen
+    by_path = {pool.path: pool for pool in pools}
+    unknown = [path for path in where if path not in by_path]
+    if unknown or not where:
+        raise ValueError(f'where must name pools of the model ({", ".join(by_path)}), got {list(where)}')
+    for path in where:
+        if not by_path[path].replaceable:
+            raise ValueError(f'cannot replace {path} ({by_path[path].old}): {by_path[path].reason}')
+    return [by_path[path] for path in where]
+
+
+def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPool:
+    if found.reduction == 'max' and options.start == 'mean':
+        options = _next_to_max(options)
+    channels = found.input_shape[{'NCHW': 1, 'NHWC': 3, 'NLC': 2}[found.layout]]
+    if found.kind == 'tokens':
+        pool: ROTPool = ROTSetPool(options, channels)
+    elif found.kind == 'global':
+        # A method that pools by itself gets the map with its axes kept, whatever it makes of them.
+        flatten = found.output == 'flatten' and (found.host is None or found.host.family)
+        pool = GlobalROTPool2d(
+            options, channels, flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW'
+        )
+    else:
+        native: Any = model.get_submodule(found.path)
+        same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # which pads before it averages
+        pool = LocalROTPool2d(
+            options,
+            channels,
+            kernel_size=native.kernel_size,
+            stride=native.stride,
+            padding=native.padding,
+            dilation=getattr(native, 'dilation', 1),
+            ceil_mode=native.ceil_mode,
+            same=same,
+            count_include_pad=found.reduction == 'mean' and (native.count_include_pad or same),
+        )
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is not None:
+        pool.to(like.device, like.dtype)
+    return pool
+
+
+def _next_to_max(options: PoolOptions) -> PoolOptions:
+    """The options with weights at which the pool is all but the maximum, where they give none themselves."""
+    starts = {'smoothness': MAX_START, 'step': MAX_START, 'proximal': MAX_START, 'sample_penalty': MAX_START / 100}
+    reads = options.starting_weights()
+    return pool_options(
+        options, **{name: value for name, value in starts.items() if name in reads and getattr(options, name) is None}
+    )
+
+
+# A converted pool knows what it replaced; it is no child of the pool, so that it has no place in the state dict.
+
+
+def _replaced(pool: ROTPool) -> Replaced | None:
+    return pool.__dict__.get('replaced')
+
+
+def _kind(pool: ROTPool) -> str:
+    replaced = _replaced(pool)
+    return '' if replaced is None else replaced.pool.kind
+
+
+def _converted(model: nn.Module) -> dict[str, ROTPool]:
+    return {path: pool for path, pool in rot_pools(model).items() if _replaced(pool) is not None}
+
+
+def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
+    parent_path, _, name = found.path.rpartition('.')
+    parent = model.get_submodule(parent_path)
+    native = None
+    if found.host is None:
+        native = getattr(parent, name)
+        pool.train(native.training)
+        for owner, alias in _places(model, native):
+            setattr(owner, alias, pool)
+    else:
+        pool.train(parent.training)
+        setattr(parent, NEW_POOL, pool)
+        _move_before(parent, NEW_POOL, found.host.before)
+        change(parent, host=found.host)
+    pool.__dict__['replaced'] = Replaced(found, native)
+    if found.kind != 'local':
+        for owner in _owners(model, found.path):
+            if hasattr(owner, 'reset_classifier'):
+                change(owner, guard=True)
+
+
+def _take(model: nn.Module, path: str, pool: ROTPool):
+    replaced = _replaced(pool)
+    assert replaced is not None
+    if replaced.native is None:
+        parent = model.get_submodule(path.rpartition('.')[0])
+        delattr(parent, NEW_POOL)
+        change(parent, host=None)
+        return
+    replaced.native.train(pool.training)
+    for owner, alias in _places(model, pool):
+        setattr(owner, alias, replaced.native)
+
+
+def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [(owner, name) for owner in model.modules() for name, child in owner._modules.items() if child is module]
+
+
+def _owners(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that contain the module at `path`, the model first."""
+    names = path.split('.')
+    return [model.get_submodule('.'.join(names[:depth])) for depth in range(len(names))]
+
+
+def _move_before(parent: nn.Module, name: str, other: str):
+    """Children keep their order but `name`, which goes before `other`: the classifier's parameters stay last."""
+    children: dict[str, nn.Module | None] = dict(parent._modules)
+    moved = children.pop(name)
+    parent._modules.clear()
+    for child_name, child in children.items():
+        if child_name == other:
+            parent._modules[name] = moved
+        parent._modules[child_name] = child
+    parent._modules.setdefault(name, moved)

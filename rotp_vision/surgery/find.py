@@ -1,0 +1,312 @@
+"""Finding the pools of a model by what they do when it runs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from torch import Tensor, nn
+
+from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
+from rotp_vision.surgery.families import FAMILY_METHODS
+from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, prefix_before, watch
+
+Kind = Literal['global', 'local', 'tokens']
+Layout = Literal['NCHW', 'NHWC', 'NLC', '']
+Reduction = Literal['mean', 'max', 'other']
+
+
+class FoundPool(NamedTuple):
+    """A pool of a model.
+
+    `replaceable` with a `reason` means: only if it is asked for by its path.
+    """
+
+    path: str  # where the pool is, or where a new one would be if a method pools by itself
+    kind: Kind  # 'global': a map to one vector; 'local': a map to a smaller map; 'tokens': tokens to one vector
+    old: str  # what pools there now, readable
+    input_shape: tuple[int, ...]
+    layout: Layout
+    output: Literal['flatten', 'keep dims']
+    replaceable: bool
+    reason: str = ''  # why it cannot be replaced, or is not unless it is named
+    reduction: Reduction = 'other'
+    host: Host | None = None  # the method that pools by itself
+
+
+def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) -> list[FoundPool]:
+    """The pools of `model`, found by running it once on an example, in the order in which they ran.
+
+    The global pool is what makes one vector of a map, after which nothing spatial is left: whatever its name is, and
+    whether it is a module or the mean that a method takes. The pools of squeeze-and-excitation blocks, whose output
+    goes back into the map, are none. Models on the meta device will do. The model is not disturbed: batch statistics,
+    random numbers, hooks and training flags stay as they are.
+
+    Args:
+        model: any classifier.
+        example_input: input of the model, or a tuple of its inputs. By default two images of zeros of the size that a
+            timm model was made for, and of 224 × 224 otherwise.
+    """
+    inputs = example_inputs(model, example_input)
+    try:
+        trace = watch(model, inputs)
+    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+        shape = tuple(inputs[0].shape)
+        raise ValueError(
+            f'the model did not run on an example of shape {shape}; give example_input=…, an input that it takes '
+            f'({type(error).__name__}: {error})'
+        ) from error
+    found = [(_time(trace, pool.path), pool) for pool in _local_pools(model, trace)]
+    found += _global_pools(model, trace, inputs)
+    return [pool for _, pool in sorted(found, key=lambda entry: entry[0])]
+
+
+def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None) -> tuple[Any, ...]:
+    """The example as a tuple of inputs, or two images of zeros of the model's own size, device and dtype."""
+    if example_input is not None:
+        return example_input if isinstance(example_input, tuple) else (example_input,)
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    device, dtype = (None, None) if parameter is None else (parameter.device, parameter.dtype)
+    return (torch.zeros(2, *_image_size(model), device=device, dtype=dtype),)
+
+
+def _image_size(model: nn.Module) -> tuple[int, int, int]:
+    config = getattr(model, 'pretrained_cfg', None) or {}
+    size = config.get('input_size') or (3, 224, 224)
+    patches = getattr(model, 'patch_embed', None)
+    grid = getattr(patches, 'img_size', None)
+    if isinstance(grid, (tuple, list)) and len(grid) == 2:
+        size = (size[0], *grid)
+    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    if stem is not None and stem.in_channels < size[0]:
+        size = (stem.in_channels, *size[1:])
+    return size[0], size[1], size[2]
+
+
+def _time(trace: Trace, path: str) -> int:
+    return next(time for time, ran_path, *_ in trace.ran if ran_path == path)
+
+
+# Global pools
+
+
+def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[int, FoundPool]]:
+    last = [call for call in trace.calls if call.time > trace.last_spatial]
+    modules = [call for call in last if not call.method and _is_pool(call)]
+    outermost = [call for call in modules if not any(_inside(call.path, other.path) for other in modules)]
+    functions = [
+        call
+        for call in last
+        if call.method
+        and not any(call.path == other.path or _inside(call.path, other.path) for other in modules)
+        and not inside_rot_pool(model, call.path)
+    ]
+    candidates = sorted(outermost + functions, key=lambda call: call.time)
+    pools = [call for call in candidates if not call.method or _reduction(call)[1] != 'other']
+    if not pools:
+        return [(trace.time, _no_pool(model, trace, candidates))]
+    final = pools[-1]
+    same_map = [call for call in pools if call.source == final.source]
+    runs = sum(path == final.path for _, path, *_ in trace.ran)
+    found = []
+    for call in same_map:
+        pool = _module_pool(call) if not call.method else _function_pool(model, trace, inputs, call, len(same_map))
+        if not call.method and runs > 1:
+            pool = pool._replace(replaceable=False, reason=f'{call.path} runs {runs} times in one forward pass')
+        if pool.replaceable and _pools_class_maps(model, trace, call):
+            pool = pool._replace(
+                reason='it pools class maps, not features: what follows it is the output itself. If you mean it, name '
+                f'it: where=[{pool.path!r}]'
+            )
+        found.append((call.time, pool))
+    return found
+
+
+def _inside(path: str, other: str) -> bool:
+    return path.startswith(f'{other}.') if other else path != ''
+
+
+def _is_pool(call: Call) -> bool:
+    """A module without parameters that makes one vector of a map and is no container of other things."""
+    module = call.module
+    if isinstance(module, ROTPool):
+        return True
+    if any(True for _ in module.parameters()):
+        return False
+    is_leaf = not any(True for _ in module.children())
+    few = _size(call.output_shape) < _size(call.input_shape)
+    return few and (is_leaf or hasattr(module, 'pool_type'))
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def _reduction(call: Call) -> tuple[Layout, Reduction, bool]:
+    """Layout, mean or max, and whether the axes are dropped, by running the same call on random numbers."""
+    return _probe(call.run, call.input_shape)
+
+
+def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout, Reduction, bool]:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu')
+    try:
+        with torch.no_grad():
+            out = run(x)
+    except (RuntimeError, ValueError, TypeError, AssertionError):
+        return '', 'other', False
+    layouts: list[tuple[Layout, tuple[int, ...]]] = [('NCHW', (2, 3)), ('NHWC', (1, 2))]
+    if x.dim() == 3:
+        layouts = [('NLC', (1,))]
+    for layout, axes in layouts if isinstance(out, Tensor) else []:
+        expected: list[tuple[Reduction, Tensor]] = [
+            ('mean', x.mean(axes, keepdim=True)),
+            ('max', x.amax(axes, keepdim=True)),
+        ]
+        for name, pooled in expected:
+            for flat in (False, True):
+                target = pooled.flatten(1) if flat else pooled
+                if out.shape == target.shape and torch.allclose(out, target, rtol=1e-4, atol=1e-5):
+                    return layout, name, flat
+    return '', 'other', False
+
+
+def _module_pool(call: Call) -> FoundPool:
+    if isinstance(call.module, ROTPool):
+        reason = 'it is a ROT pool already; revert(model) first if convert put it there'
+        layout, reduction, flat = '', 'other', True
+    else:
+        layout, reduction, flat = _reduction(call)
+        reason = (
+            ''
+            if layout in ('NCHW', 'NHWC') and reduction != 'other'
+            else f'it is neither the mean nor the maximum of each channel: {_readable(call.module)}'
+        )
+    output = 'flatten' if flat else 'keep dims'
+    kind = 'tokens' if len(call.input_shape) == 3 else 'global'
+    old = _readable(call.module)
+    return FoundPool(call.path, kind, old, call.input_shape, layout, output, not reason, reason, reduction)
+
+
+def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, siblings: int) -> FoundPool:
+    layout, reduction, flat = _reduction(call)
+    cls = native_class(call.module)
+    old = f'{call.name} in {cls.__name__}.{call.method}'
+    host, reason = None, ''
+    if siblings > 1:
+        reason = f'{cls.__name__}.{call.method} reduces the same map in {siblings} ways'
+    elif FAMILY_METHODS.get(cls) == call.method:
+        host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
+    elif native_method(cls, call.method) is None:
+        reason = f'{old} is not a method with a map as its first argument'
+    else:
+        prefix = prefix_before(model, inputs, call)
+        if prefix is None:
+            reason = (
+                f'{old} pools what it has computed itself, so no pool can be put there. Use a module, '
+                f'self.pool = nn.AdaptiveAvgPool2d(1), in place of the function, or pool in a method of its own '
+                f'(def forward_head(self, x))'
+            )
+        else:
+            host = Host(call.method, layout, prefix, _next_child(trace, call))
+    shape = call.input_shape
+    path = f'{call.path}.{NEW_POOL}' if call.path else NEW_POOL
+    kind = 'tokens' if len(shape) == 3 else 'global'
+    output = 'flatten' if flat else 'keep dims'
+    return FoundPool(path, kind, old, shape, layout, output, not reason, reason, reduction, host)
+
+
+def native_method(cls: type, name: str) -> Callable | None:
+    """The method if it takes something beside self, else None."""
+    method = inspect.getattr_static(cls, name, None)
+    if not inspect.isfunction(method) or len(inspect.signature(method).parameters) < 2:
+        return None
+    return method
+
+
+def _next_child(trace: Trace, call: Call) -> str:
+    """The child of the pooling module that runs next: a new pool stands before it."""
+    prefix = f'{call.path}.' if call.path else ''
+    for time, path, *_ in trace.ran:
+        if time > call.time and path.startswith(prefix) and path != call.path:
+            return path[len(prefix) :].split('.')[0]
+    return ''
+
+
+def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
+    """Whether nothing is learned after the pool and its channels are the classes (SqueezeNet)."""
+    after = (module for time, _, module, *_ in trace.ran if time > call.time)
+    own = any(module._parameters for module in after)
+    return not own and getattr(model, 'num_classes', None) == call.input_shape[1]
+
+
+def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPool:
+    """What stands in the place of a global pool, and why it is none."""
+    attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
+    last = candidates[-1] if candidates else None
+    shape = () if last is None else last.input_shape
+    kind = 'tokens' if len(shape) == 3 else 'global'
+    if attention:
+        path, old = attention[-1], 'attention pooling'
+        reason = 'the model pools by attention, which has weights of its own: there is no mean to replace'
+    elif last is None:
+        path, old = '', 'no pooling'
+        reason = (
+            'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
+            'gets one by num_classes=…, global_pool="avg"'
+        )
+    elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
+        path, old = last.path, 'class token'
+        reason = (
+            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
+            'weights allow it'
+        )
+    elif _size(last.output_shape) == _size(last.input_shape):
+        path, old = last.path, f'fixed grid of {" × ".join(str(size) for size in shape[2:])}'
+        reason = 'the classifier reads every position of a fixed grid: one pooled vector would not fit its weights'
+    else:
+        path, old = last.path, f'{last.name or native_class(last.module).__name__}'
+        reason = f'{old} is neither the mean nor the maximum of each channel'
+    return FoundPool(path, kind, old, shape, '', 'flatten', False, reason)
+
+
+def _is_attention_pool(module: nn.Module) -> bool:
+    name = type(module).__name__.lower()
+    return 'attention' in name and 'pool' in name and not isinstance(module, ROTPool)
+
+
+# Local pools
+
+
+def _local_pools(model: nn.Module, trace: Trace) -> list[FoundPool]:
+    found: dict[str, FoundPool] = {}
+    for _, path, module, shape, out_shape in trace.ran:
+        if path in found or not isinstance(module, (nn.MaxPool2d, nn.AvgPool2d)) or not shape or not out_shape:
+            continue
+        if sum(size > 1 for size in out_shape[1:]) < 2:
+            continue
+        reduction = 'max' if isinstance(module, nn.MaxPool2d) else 'mean'
+        kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
+        replaceable, reason = True, ''
+        if type(module) not in (nn.MaxPool2d, nn.AvgPool2d, MaxPool2dSame, AvgPool2dSame):
+            replaceable, reason = False, f'{type(module).__name__} is a pool of its own kind'
+        elif kernel == (1, 1):
+            replaceable, reason = False, 'a window of one pixel pools nothing: it takes every other pixel'
+        elif isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
+            replaceable, reason = False, 'divisor_override makes it a sum, not a mean'
+        elif isinstance(module, nn.MaxPool2d) and module.return_indices:
+            replaceable, reason = False, 'return_indices: there is no single index under a plan'
+        elif reduction == 'mean' and (kernel, stride, padding) == ((3, 3), (1, 1), (1, 1)):
+            reason = 'average pooling of 3 × 3 at stride 1 mixes tokens, it does not pool'
+        old = _readable(module)
+        found[path] = FoundPool(path, 'local', old, shape, 'NCHW', 'keep dims', replaceable, reason, reduction)
+    return list(found.values())
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+
+def _readable(module: nn.Module) -> str:
+    return ' '.join(repr(module).split())

@@ -1,0 +1,112 @@
+"""Folding a pool's output gain into the linear layer that reads it."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.convert import rot_pools
+from rotp_vision.surgery.find import example_inputs
+from rotp_vision.surgery.trace import undisturbed
+
+
+class _Ran(NamedTuple):
+    path: str
+    module: nn.Module
+    input: Tensor
+    output: Tensor
+
+
+def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> nn.Module:
+    """The same model, the output gain of each ROT pool moved into the weights of the layer that reads it.
+
+        W (g · f) + c = (W g) · f + c
+
+    That must be a linear layer or 1 × 1 convolution with nothing but dropout, flattening and identities between.
+    The outputs on the example are compared before and after.
+
+    Args:
+        model: with ROT pools that have a gain.
+        example_input: an input of the model or a tuple of its inputs; by default two images of noise.
+
+    Raises:
+        ValueError: if a gain cannot be folded, with the reason; the model is then unchanged.
+    """
+    pools = {path: pool for path, pool in rot_pools(model).items() if pool.gain is not None}
+    if not pools:
+        raise ValueError("the model has no ROT pool with a gain; gain='scalar' or 'channel' is an option of the pool")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError('the gain of a model on the meta device has no value to fold')
+    inputs = example_inputs(model, example_input)
+    if example_input is None:
+        noise = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0))
+        inputs = (noise.to(inputs[0]),)
+    ran, before = _run(model, inputs)
+    readers = {path: _readers(path, pool, ran) for path, pool in pools.items()}
+    kept = [(layer, layer.weight.detach().clone()) for layers in readers.values() for layer in layers]
+    gains = {path: pool.named_weights()['gain'] for path, pool in pools.items()}
+    with torch.no_grad():
+        for path, layers in readers.items():
+            for layer in layers:
+                gain = gains[path].to(layer.weight.dtype)
+                layer.weight.mul_(gain.view(1, -1, *[1] * (layer.weight.dim() - 2)) if gain.dim() else gain)
+            pools[path].set_weights(gain=1.0)
+    _, after = _run(model, inputs)
+    error = float((after - before).double().norm() / before.double().norm())
+    if not error <= torch.finfo(before.dtype).eps ** 0.5:
+        with torch.no_grad():
+            for layer, weight in kept:
+                layer.weight.copy_(weight)
+        for path, pool in pools.items():
+            pool.set_weights(gain=gains[path])
+        raise ValueError(
+            f'folding would change the output by {error:.2g} of its size: something beside '
+            f'{", ".join(readers)} feeds the layer, or a function stands between'
+        )
+    return model
+
+
+def _run(model: nn.Module, inputs: tuple) -> tuple[list[_Ran], Tensor]:
+    ran: list[_Ran] = []
+    paths = {module: path for path, module in model.named_modules()}
+
+    def note(module: nn.Module, args: tuple, output: object):
+        # What a layer is made of says nothing about what follows it; of containers the parts have been noted.
+        is_layer = isinstance(module, ROTPool) or not any(True for _ in module.children())
+        if is_layer and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
+            ran.append(_Ran(paths[module], module, args[0], output))
+
+    with undisturbed(model):
+        for module in model.modules():
+            module.register_forward_hook(note)
+        output = model(*inputs)
+    if not isinstance(output, Tensor):
+        raise ValueError(f'the model must return a tensor, got {type(output).__name__}')
+    return ran, output
+
+
+def _readers(path: str, pool: ROTPool, ran: list[_Ran]) -> list[nn.Linear | nn.Conv2d]:
+    """The linear layers that read what the pool returns."""
+    index = next((i for i, call in enumerate(ran) if call.module is pool), None)
+    if index is None:
+        raise ValueError(f'{path} does not run in a forward pass')
+    transparent = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
+    rest = [call for call in ran[index + 1 :] if not isinstance(call.module, transparent)]
+    if not rest:
+        raise ValueError(f'no linear layer reads {path}: the gain has nowhere to go')
+    first = rest[0]
+    readers = [call.module for call in rest if call.input is first.input]
+    for reader in readers:
+        if not _is_linear(reader):
+            raise ValueError(
+                f'the gain of {path} cannot be folded: {first.path} ({type(first.module).__name__}) reads it, '
+                'which is neither a linear layer nor a 1 × 1 convolution'
+            )
+    return [reader for reader in readers if isinstance(reader, (nn.Linear, nn.Conv2d))]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return module.kernel_size == (1, 1) and module.padding in ((0, 0), 'valid') and module.groups == 1
+    return isinstance(module, nn.Linear)

@@ -1,0 +1,93 @@
+"""Training a part of a network."""
+
+import logging
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from rotp_vision.surgery.classes import change, changes_of
+from rotp_vision.surgery.convert import rot_pools
+
+_logger = logging.getLogger('rotp_vision')
+
+Train = Literal['pool', 'pool+classifier', 'all']
+# The parameters that did not want gradients before `freeze`, and the mode that was last asked for.
+_FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
+
+
+def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
+    """Names of the parameters that train; all others are frozen, and so is what they belong to.
+
+    Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics and dropout
+    stays off, also where the network itself applies it. `freeze(model, 'all')` undoes it. Freeze before DDP and the
+    optimizer.
+
+    Args:
+        model: with ROT pools.
+        train: 'pool' for the ROT pools, 'pool+classifier' for these and the last linear layer, or 'all'.
+    """
+    if train not in get_args(Train):
+        raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
+    if not changes_of(model).frozen:
+        model.__dict__[_FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}
+        model.__dict__[_MODE] = model.training
+    fixed, mode = model.__dict__[_FIXED], model.__dict__[_MODE]
+    if train == 'all':
+        change(model, frozen=False)
+        del model.__dict__[_FIXED], model.__dict__[_MODE]
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name not in fixed)
+        model.train(mode)
+    else:
+        learning = _learning_modules(model, train)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for module in learning:
+            for parameter in module.parameters():
+                parameter.requires_grad_(True)
+        change(model, frozen=True)
+        rest_frozen(model, mode)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    total = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _in_short(trainable))
+    return trainable
+
+
+def rest_frozen(model: nn.Module, mode: bool):
+    """Evaluation mode for every module but the ROT pools and those with trainable parameters of their own."""
+    model.__dict__[_MODE] = mode
+    for module in model.modules():
+        module.training = False
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+            module.training = mode
+    for pool in rot_pools(model).values():
+        pool.train(mode)
+
+
+def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
+    pools: list[nn.Module] = list(rot_pools(model).values())
+    if not pools:
+        raise ValueError('the model has no ROT pool to train; convert(model) first')
+    if not any(True for pool in pools for _ in pool.parameters()):
+        raise ValueError("the ROT pools have nothing to train: their options say learn='fixed'")
+    return pools if train == 'pool' else [*pools, *_classifiers(model)]
+
+
+def _classifiers(model: nn.Module) -> list[nn.Module]:
+    """What a timm model calls its classifier, else the last linear layer or convolution."""
+    get_classifier: Any = getattr(model, 'get_classifier', None)
+    if get_classifier is not None:
+        given = get_classifier()
+        classifiers = list(given) if isinstance(given, (tuple, list)) else [given]
+    else:
+        classifiers = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))][-1:]
+    classifiers = [module for module in classifiers if isinstance(module, nn.Module)]
+    if not any(True for module in classifiers for _ in module.parameters()):
+        raise ValueError("the model has no classifier to train; reset_classifier(num_classes) or train='pool'")
+    return classifiers
+
+
+def _in_short(names: list[str]) -> str:
+    return ', '.join(names[:6]) + (f', … {len(names) - 6} more' if len(names) > 6 else '')

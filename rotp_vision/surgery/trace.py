@@ -1,0 +1,215 @@
+"""Watching one forward pass: where maps and tokens become single vectors."""
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rotp_vision.layers import ROTPool
+
+
+class Call(NamedTuple):
+    """One call of a module or function that took a map or tokens and gave one vector per image."""
+
+    time: int
+    path: str  # of the module, or of the module in whose method the function was called
+    module: nn.Module
+    method: str  # the calling method of a function; '' for a module
+    name: str  # of the function; '' for a module
+    run: Callable[[Tensor], Any]  # the same call on another tensor
+    source: int  # a number for the tensor that went in: the same for the same tensor
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    device: torch.device
+
+
+def is_spatial(tensor: Any, batch: int) -> bool:
+    """Whether there is more than one vector per image: more than one axis beyond the batch is longer than one."""
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        return False
+    shape = tensor.shape
+    return len(shape) > 2 and shape[0] == batch and sum(size > 1 for size in shape[1:]) > 1
+
+
+class Trace(TorchFunctionMode):
+    """What one forward pass did. Fill it by `watch`."""
+
+    def __init__(self, model: nn.Module, batch: int):
+        super().__init__()
+        self.batch = batch
+        self.paths = {id(module): path for path, module in model.named_modules()}
+        self.calls: list[Call] = []
+        self.ran: list[tuple[int, str, nn.Module, Any, Any]] = []  # time, path, module, input shape, output shape
+        self._sources: list[weakref.ref] = []
+        self.time = 0
+        self.last_spatial = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not isinstance(out, Tensor) or not out.is_floating_point():
+            return out
+        self.time += 1
+        if is_spatial(out, self.batch):
+            self.last_spatial = self.time
+        elif out.dim() > 1 and out.shape[0] == self.batch and args and is_spatial(args[0], self.batch):
+            host = self._calling_method()
+            if host is not None:
+                module, method = host
+                rest = args[1:]
+                self._add(
+                    module, method, getattr(func, '__name__', ''), args[0], out, lambda x: func(x, *rest, **kwargs)
+                )
+        return out
+
+    def after_module(self, module: nn.Module, args: tuple, out: Any):
+        self.time += 1
+        source = args[0] if args else None
+        self.ran.append((self.time, self.paths[id(module)], module, _shape(source), _shape(out)))
+        if is_spatial(out, self.batch):
+            self.last_spatial = self.time
+        elif isinstance(out, Tensor) and is_spatial(source, self.batch):
+            self._add(module, '', '', source, out, module.forward)
+
+    def _add(self, module: nn.Module, method: str, name: str, source: Any, out: Tensor, run: Callable[[Tensor], Any]):
+        self.calls.append(
+            Call(
+                self.time,
+                self.paths[id(module)],
+                module,
+                method,
+                name,
+                run,
+                self._number(source),
+                tuple(source.shape),
+                tuple(out.shape),
+                source.device,
+            )
+        )
+
+    def _number(self, source: Tensor) -> int:
+        for number, known in enumerate(self._sources):
+            if known() is source:
+                return number
+        self._sources.append(weakref.ref(source))
+        return len(self._sources) - 1
+
+    def _calling_method(self) -> tuple[nn.Module, str] | None:
+        """The innermost method of a module of the model on the stack."""
+        frame = sys._getframe(2)
+        while frame is not None:
+            owner = frame.f_locals.get('self')
+            if isinstance(owner, nn.Module) and id(owner) in self.paths:
+                return owner, frame.f_code.co_name
+            frame = frame.f_back
+        return None
+
+
+class ArgumentTrace(TorchFunctionMode):
+    """Whether a function call inside a method works on the method's own argument, as it is or without its prefix."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+        self.prefix: int | None = None  # tokens dropped before the call; None while no such call was seen
+        self._argument: Tensor | None = None
+        self._without_prefix: list[tuple[Tensor, int]] = []
+
+    def enter(self, argument: Any):
+        self._argument = argument
+        self._without_prefix = [(argument, 0)]
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = getattr(func, '__name__', '')
+        if self._argument is None or not args:
+            return out
+        if name == '__getitem__' and args[0] is self._argument:
+            prefix = _dropped_prefix(args[1])
+            if prefix is not None:
+                self._without_prefix.append((out, prefix))
+        if name == self.name:
+            for tensor, prefix in self._without_prefix:
+                if args[0] is tensor:
+                    self.prefix = prefix
+        return out
+
+
+def _dropped_prefix(index: Any) -> int | None:
+    """k if the index is [:, k:], else None."""
+    if not isinstance(index, tuple) or len(index) != 2 or not all(isinstance(part, slice) for part in index):
+        return None
+    whole, tail = index
+    if whole != slice(None) or tail.stop is not None or tail.step is not None:
+        return None
+    return int(tail.start or 0)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, Tensor) else None
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients and without the hooks of others; everything is as before afterwards."""
+    modules = list(model.modules())
+    kept = [(module.training, module._forward_hooks, module._forward_pre_hooks) for module in modules]
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type == 'cuda'}
+    try:
+        for module in modules:
+            module.training = False
+            module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+        with torch.no_grad(), torch.random.fork_rng([device.index for device in devices]):
+            yield
+    finally:
+        for module, (training, hooks, pre_hooks) in zip(modules, kept, strict=True):
+            module.training, module._forward_hooks, module._forward_pre_hooks = training, hooks, pre_hooks
+
+
+def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
+    """The trace of one forward pass of `model`, which stays undisturbed."""
+    trace = Trace(model, next(value.shape[0] for value in inputs if isinstance(value, Tensor)))
+    with undisturbed(model):
+        for module in model.modules():
+            module.register_forward_hook(trace.after_module)
+        with trace:
+            model(*inputs)
+    return trace
+
+
+def prefix_before(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> int | None:
+    """How many tokens the method of a function call drops of its argument first; None if it does anything else."""
+    trace = ArgumentTrace(call.name)
+    native = getattr(call.module, call.method)
+    patched = call.module.__dict__.get(call.method)
+
+    def entered(x: Any, *args: Any, **kwargs: Any) -> Any:
+        trace.enter(x)
+        return native(x, *args, **kwargs)
+
+    with undisturbed(model):
+        call.module.__dict__[call.method] = entered
+        try:
+            with trace:
+                model(*inputs)
+        finally:
+            del call.module.__dict__[call.method]
+            if patched is not None:
+                call.module.__dict__[call.method] = patched
+    return trace.prefix
+
+
+def inside_rot_pool(model: nn.Module, path: str) -> bool:
+    """Whether the module at `path` is a part of a ROTP layer."""
+    module = model
+    for name in path.split('.') if path else []:
+        if isinstance(module, ROTPool):
+            return True
+        module = module.get_submodule(name)
+    return False

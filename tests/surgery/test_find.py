@@ -1,0 +1,205 @@
+"""Pools are found by what they do."""
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+from rotp_vision import find_pools
+from tests.surgery.networks import CASES, NAMES, Own, make
+
+
+def outer(model, x=None):
+    return [pool for pool in find_pools(model, x) if pool.kind != 'local']
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_the_pool_before_the_classifier(name):
+    model, x = make(name)
+    case = CASES[name]
+    (pool,) = outer(model, x)
+    assert (pool.path, pool.kind, pool.layout, pool.output) == (case.path, case.kind, case.layout, case.output)
+    assert pool.replaceable
+    assert pool.reason == ''
+    assert pool.reduction == 'mean'
+
+
+def test_models_on_the_meta_device_and_their_own_input_size():
+    with torch.device('meta'):
+        model = timm.create_model('efficientnet_b1', in_chans=1)
+    (pool,) = outer(model)  # its squeeze-and-excitation blocks hold global pools too
+    assert (pool.path, pool.input_shape) == ('global_pool', (2, 1280, 8, 8))
+
+
+class Squeezing(Own):
+    """Squeeze-and-excitation right before the pool, in the network's own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.squeeze = nn.AdaptiveAvgPool2d(1)
+        self.unused = nn.AdaptiveAvgPool2d(1)
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.classify(self.squash(x * self.squeeze(x).sigmoid()).flatten(1))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+class Both(Own):
+    def __init__(self):
+        super().__init__()
+        self.most = nn.AdaptiveMaxPool2d(1)
+        self.classify = nn.Linear(16, 5)
+
+    def forward(self, x):
+        x = self.features(x)
+        return self.classify(torch.cat([self.squash(x), self.most(x)], 1).flatten(1))
+
+
+@pytest.mark.parametrize(
+    ('model', 'paths', 'reductions'),
+    [
+        (Squeezing(), ['squash'], ['mean']),
+        (Own(Mean()), ['squash'], ['mean']),
+        (Own(nn.Sequential(nn.ReLU(), nn.AvgPool2d(8))), ['squash.1'], ['mean']),
+        (Own(nn.AdaptiveMaxPool2d(1)), ['squash'], ['max']),
+        (Both(), ['squash', 'most'], ['mean', 'max']),
+    ],
+    ids=['squeeze and excitation', 'own module', 'full window', 'max', 'two of one map'],
+)
+def test_pools_of_own_models(model, paths, reductions):
+    pools = outer(model, torch.randn(2, 3, 16, 16))
+    assert [pool.path for pool in pools] == paths
+    assert [pool.reduction for pool in pools] == reductions
+    assert all(pool.replaceable for pool in pools)
+
+
+class Functional(Own):
+    def forward(self, x):
+        return self.classify(self.features(x).mean((2, 3)))
+
+
+class Headed(Own):
+    def forward(self, x):
+        return self.head(self.features(x))
+
+    def head(self, x):
+        return self.classify(x.mean((2, 3)))
+
+
+class NormFirst(Own):
+    def forward(self, x):
+        return self.head(self.features(x))
+
+    def head(self, x):
+        return self.classify(x.relu().mean((2, 3)))
+
+
+class TwoWays(Own):
+    def forward(self, x):
+        return self.head(self.features(x))
+
+    def head(self, x):
+        return self.classify(x.mean((2, 3)) + x.amax((2, 3)))
+
+
+class Twice(Own):
+    def forward(self, x):
+        x = self.features(x)
+        return self.classify((self.squash(x.relu()) + self.squash(x)).flatten(1))
+
+
+class Median(nn.Module):
+    def forward(self, x):
+        return x.flatten(2).median(2).values
+
+
+def test_a_method_that_pools_its_argument():
+    (pool,) = outer(Headed(), torch.randn(2, 3, 16, 16))
+    assert (pool.path, pool.replaceable, pool.old) == ('rot_pool', True, 'mean in Headed.head')
+
+
+@pytest.mark.parametrize(
+    ('model', 'old', 'reason'),
+    [
+        (Functional(), 'mean in Functional.forward', r'self\.pool = nn\.AdaptiveAvgPool2d\(1\)'),
+        (NormFirst(), 'mean in NormFirst.head', 'computed itself'),
+        (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'in 2 ways'),
+        (Twice(), 'AdaptiveAvgPool2d', 'runs 2 times'),
+        (Own(Median()), 'Median', 'neither the mean nor the maximum'),
+    ],
+    ids=['in the middle', 'after something else', 'two ways', 'run twice', 'neither'],
+)
+def test_what_cannot_be_replaced_is_found_with_the_reason(model, old, reason):
+    pool = outer(model, torch.randn(2, 3, 16, 16))[-1]
+    assert not pool.replaceable
+    assert pool.old.startswith(tuple(old.replace('\\', '').split('|')))
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(pool.reason)
+
+
+@pytest.mark.parametrize(
+    ('maker', 'reason'),
+    [
+        (lambda: timm.create_model('test_vit'), 'class token'),
+        (lambda: timm.create_model('crossvit_9_240'), 'class token'),
+        (lambda: torchvision.models.vit_b_32(), 'class token'),
+        (lambda: timm.create_model('test_vit3'), 'by attention'),
+        (lambda: timm.create_model('resnet50_clip'), 'by attention'),
+        (lambda: torchvision.models.vgg11(), 'fixed grid'),
+        (lambda: torchvision.models.alexnet(), 'fixed grid'),
+        (lambda: timm.create_model('test_resnet', num_classes=0, global_pool=''), 'no pooled output'),
+        (lambda: timm.create_model('test_resnet', global_pool='avgmax'), 'neither the mean nor the maximum'),
+        (lambda: timm.create_model('test_resnet', global_pool='catavgmax'), 'neither the mean nor the maximum'),
+        (lambda: timm.create_model('resnet18_rotp'), 'ROT pool already'),
+    ],
+)
+def test_models_without_a_pool_say_why(maker, reason):
+    with torch.device('meta'):
+        model = maker()
+    (pool,) = outer(model)
+    assert not pool.replaceable
+    assert reason in pool.reason
+
+
+def test_class_maps_are_replaceable_by_name_only():
+    with torch.device('meta'):
+        (pool,) = outer(torchvision.models.squeezenet1_1())
+    assert pool.replaceable
+    assert "where=['classifier.3']" in pool.reason
+
+
+def test_headless_networks_have_their_pool():
+    with torch.device('meta'):
+        model = timm.create_model('test_resnet', num_classes=0)
+    assert outer(model)[0].reason == ''
+
+
+def test_local_pools_and_what_is_left_alone():
+    model = Own()
+    model.features = nn.Sequential(
+        nn.MaxPool2d(3, 2, 1),
+        nn.AvgPool2d(1, 2),
+        nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+        nn.AvgPool2d(2, divisor_override=3),
+        nn.Conv2d(3, 8, 1),
+    )
+    pools = find_pools(model, torch.randn(2, 3, 32, 32))
+    assert [(pool.path, pool.kind, pool.replaceable) for pool in pools] == [
+        ('features.0', 'local', True),
+        ('features.1', 'local', False),
+        ('features.2', 'local', True),
+        ('features.3', 'local', False),
+        ('squash', 'global', True),
+    ]
+    assert [bool(pool.reason) for pool in pools] == [False, True, True, True, False]
+
+
+def test_an_input_that_does_not_fit_is_named():
+    with pytest.raises(ValueError, match=r'example of shape \(2, 3, 224, 224\); give example_input'):
+        find_pools(nn.Sequential(nn.Linear(7, 7), nn.Flatten(), nn.Linear(3, 3)))
