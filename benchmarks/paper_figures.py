@@ -125,13 +125,13 @@ def differences(updates: Sequence[Row], duals: Sequence[Row], scales: Sequence[R
         line = [row for row in duals if row['variant'] == name]
         values = [max(row['relative excess'], floor) for row in line]
         dual.plot([row['modules'] for row in line], values, label=name, **style)
-    dual.set(title='3. BADMM-E and its dual step', xlabel='modules T', yscale='log')
+    dual.set(title='2. BADMM-E and its dual step', xlabel='modules T', yscale='log')
     dual.set_ylabel('objective, relative excess')
     dual.set_xscale('log', base=4)
     for name, style in zip(('identity', 'rms', 'log'), styles, strict=True):
         line = [row for row in scales if row['view'] == name]
         scale.plot([row['scale'] for row in line], [row['effective samples'] for row in line], label=name, **style)
-    scale.set(title='6. What the plan sees', xlabel='scale of the features', ylabel='effective samples (of 49)')
+    scale.set(title='4. What the plan sees', xlabel='scale of the features', ylabel='effective samples (of 49)')
     scale.set(xscale='log', ylim=(0, 52))
     for axes in (update, dual, scale):
         axes.legend(fontsize=8, loc='best')
