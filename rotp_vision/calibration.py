@@ -41,13 +41,13 @@ class Calibration(NamedTuple):
     trials: list[Trial]
     best: Trial
 
-    def table(self) -> str:
-        """All trials, best first, as a Markdown table."""
+    def table(self, limit: int | None = None) -> str:
+        """Average pooling and the trials (the best `limit` of them), best first, as a Markdown table."""
         lines = [
             '| pooling | temperature | gain | cross-entropy | without gain | top-1 % |',
             '| --- | --- | --- | --- | --- | --- |',
         ]
-        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)]:
+        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)[:limit]]:
             temperature = '' if trial.view == 'average' else f'{trial.temperature:.4g}'
             mark = ' (chosen)' if trial == self.best else ''
             lines.append(

@@ -31,7 +31,6 @@ class ROTProblem(NamedTuple):
 
 def rot_problem(
     features: Tensor,
-    *,
     log_feature_prior: Tensor | None = None,
     log_sample_prior: Tensor | None = None,
     mask: Tensor | None = None,
@@ -45,7 +44,8 @@ def rot_problem(
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
     """
-    _check(features, log_feature_prior, log_sample_prior, mask)
+    if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        _check(features, log_feature_prior, log_sample_prior, mask)
     dtype = torch.promote_types(features.dtype, torch.float32)
     x = features.to(dtype)
     num_features, num_samples = x.shape[1:]

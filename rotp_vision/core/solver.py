@@ -5,14 +5,19 @@ from typing import Literal, NamedTuple, get_args
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
+from rotp_vision.core.fast_badmm import badmm_pool
+from rotp_vision.core.fast_coupled import coupled_badmm_pool
+from rotp_vision.core.fast_sinkhorn import sinkhorn_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import ROTProblem, zero_masked
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
-from rotp_vision.core.weights import StepWeights
+from rotp_vision.core.weights import StepWeights, require
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
+Backend = Literal['auto', 'torch', 'reference']
 SOLVERS: tuple[SolverName, ...] = get_args(SolverName)
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class Solver(NamedTuple):
@@ -22,6 +27,7 @@ class Solver(NamedTuple):
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
+    backend: Backend = 'auto'  # of rot_pool: 'auto' takes an explicit operator where there is one
 
 
 def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
@@ -37,6 +43,71 @@ def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
 def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     """(B, D) pooled `features` (B, D, N), in their dtype: `pool(features, solve(problem, weights, solver))`.
 
-    `problem.features` is what the plan sees, `features` what is averaged; masked samples may hold anything, even NaN.
+    `problem.features` is what the plan sees, `features` what is averaged; hand over the same tensor where they are one.
+    Masked samples may hold anything, even NaN.
+
+    The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
+    'reference' is the formula above under autograd; 'auto' is 'torch' where there is such an operator.
     """
-    return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
+    if solver.backend not in BACKENDS:
+        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
+    explicit = has_explicit(problem, weights, solver)
+    if solver.backend == 'torch' and not explicit:
+        raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
+    if solver.backend == 'reference' or not explicit:
+        return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
+    if features.shape != problem.features.shape:
+        raise ValueError(
+            'features must have the shape of the features of the problem, '
+            f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
+        )
+    if solver.name == 'sinkhorn':
+        require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
+    elif solver.coupled:
+        require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
+    else:
+        require('badmm', weights, 'smoothness', 'step')
+    averaged = None if features is problem.features else zero_masked(features, problem.mask)
+    return explicit_pool(averaged, problem, weights, solver.name, solver.coupled, solver.num_inner, solver.similarity)
+
+
+def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
+    """Whether there is an operator with explicit backward for this solver."""
+    if weights.structure is None:
+        return not (solver.coupled and solver.name == 'badmm-q')
+    # The operator's order of the products suits sets with more features than samples.
+    num_features, num_samples = problem.features.shape[1:]
+    return solver.name != 'sinkhorn' and not solver.coupled and num_features >= num_samples
+
+
+def explicit_pool(
+    features: Tensor | None,
+    problem: ROTProblem,
+    weights: StepWeights,
+    name: str,
+    coupled: bool,
+    num_inner: int,
+    similarity: str,
+) -> Tensor:
+    """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
+
+    Args:
+        features: (B, D, N) what is averaged; None where it is `problem.features`.
+        problem: the batch of problems.
+        weights: of the modules.
+        name: the solver; this and the rest are the fields of `Solver`.
+        coupled: see `Solver`.
+        num_inner: see `Solver`.
+        similarity: see `Solver`.
+    """
+    x, log_p0, log_q0, mask = problem
+    if mask is not None:
+        log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
+    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
+    if name == 'sinkhorn':
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner)
+    elif coupled:
+        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
+    else:
+        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
+    return pooled

@@ -43,15 +43,15 @@ def similarity_factors(problem: 'ROTProblem', similarity: Similarity) -> tuple[T
             left = left * mask
         return left * count**-0.5, (x - x.mean(1, keepdim=True)) * num_features**-0.5
     if similarity == 'cosine':
-        return _normalize(x, 2), _normalize(x, 1)
+        return x * length_scale(x, 2), x * length_scale(x, 1)
     raise ValueError(f"similarity must be 'covariance' or 'cosine', got {similarity!r}")
 
 
-def _normalize(x: Tensor, dim: int) -> Tensor:
-    """`x` scaled to length one along `dim`; what has no length has no direction: it stays zero, with zero slope."""
+def length_scale(x: Tensor, dim: int) -> Tensor:
+    """What scales `x` to length one along `dim`; what has no length has no direction: zero, with zero slope."""
     square = x.square().sum(dim, keepdim=True)
     # The slope of rsqrt is its cube, which must not overflow either.
-    return x * square.masked_fill(square < torch.finfo(x.dtype).tiny ** 0.5, torch.inf).rsqrt()
+    return square.masked_fill(square < torch.finfo(x.dtype).tiny ** 0.5, torch.inf).rsqrt()
 
 
 def apply_factors(left: Tensor, right: Tensor, plan: Tensor) -> Tensor:

@@ -1,0 +1,100 @@
+"""The coupled Bregman ADMM with entropic smoothness, as an operator that keeps nothing but its inputs.
+
+With logarithmic dual steps the dual Z of `badmm` is α1 log S along the features and ρ (v' - v) along the samples, and
+the dual of μ is α2 (log p0 - log μ), each up to what a softmax does not see (a dash marks the module before). So the
+log plans never leave `scale · X + u + v`; log S = s X + u + v does, in a module,
+
+    w = v + ρ'/ρ (v - v')
+    r = LSE_n(c X + w)                                    c = 1/ρ + (1 - α1'/ρ) s;  log P = c X + w + log P1 - r
+    log P1 = log softmax_d(½ ((1 - α1'/ρ) u + r + (1 - α2'/ρ) log μ + α2'/ρ log p0))
+    u = κ (log P1 - r) + α1'/(α1 + ρ) u                   κ = ρ / (α1 + ρ)
+    l = LSE_d(s X + u)                                    s = κ c + α1'/(α1 + ρ) s
+    log Sᵀ1 = log softmax_n((κ v + l + κ (1 - α3'/ρ) log η + κ α3'/ρ log q0) / (1 + κ))
+    v = log Sᵀ1 - l
+    log μ = log softmax_d(((α2 - α2') log p0 + α2' log μ + ρ log P1) / (α2 + ρ))      likewise η with α3, q0, Sᵀ1
+
+from s = 0, u = log μ = log p0, v = log η = log q0 and dashed weights zero. The last module ends at the weights of the
+pooling, softmax_n(c X + w).
+"""
+
+import torch
+from torch import Tensor
+
+from rotp_vision.core.ops import Gradients, Inputs, Needs, register
+from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.tape import Coefficient, Tape, Vector
+from rotp_vision.core.weights import StepWeights
+
+
+def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
+    """c and w of the last module."""
+    u = log_mu = tape.log_p0
+    v = v_before = log_eta = tape.log_q0
+    for k in range(num_modules):
+        scale_p, scale_s, *rest = tape.module(k)
+        now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
+        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column = rest
+        w = tape.combine((now, v), (before, v_before))
+        if k + 1 == num_modules:
+            return scale_p, w
+        r = tape.lse(scale_p, w)
+        log_row = tape.log_softmax(tape.combine((row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)))
+        u = tape.combine((kappa, tape.combine((1.0, log_row), (-1.0, r))), (keep_u, u))
+        column = tape.lse(scale_s, u)
+        log_column = tape.combine((column_v, v), (column_lse, column), (column_eta, log_eta), (column_q0, tape.log_q0))
+        log_column = tape.log_softmax(log_column)
+        v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
+        log_mu = tape.log_softmax(tape.combine((mu_p0, tape.log_p0), (mu_mu, log_mu), (mu_row, log_row)))
+        log_eta = tape.combine((eta_q0, tape.log_q0), (eta_eta, log_eta), (eta_column, log_column))
+        log_eta = tape.log_softmax(log_eta)
+    raise AssertionError('there is at least one module')
+
+
+def _forward(inputs: Inputs, scratch: Scratch) -> Tensor:
+    tape = Tape(inputs, scratch)
+    return tape.pool(*_run(tape, inputs.coefficients.shape[1]))
+
+
+def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs) -> Gradients:
+    tape = Tape(inputs, scratch, needs)
+    return tape.gradients(*_run(tape, inputs.coefficients.shape[1]), grad)
+
+
+register('coupled_badmm_pool', _forward, _backward)
+
+
+def coupled_badmm_pool(
+    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights
+) -> Tensor:
+    """(B, D) `features` pooled by the coupled Bregman ADMM with entropic smoothness. Can be scripted.
+
+    Args:
+        features: (B, D, N) what is averaged; None where it is x.
+        x: (B, D, N) what the plan sees.
+        log_p0: (B, D).
+        log_q0: (B, N), -inf on masked samples.
+        weights: smoothness, feature_penalty, sample_penalty and step are read.
+    """
+    alpha1, alpha2, alpha3, rho = weights.smoothness, weights.feature_penalty, weights.sample_penalty, weights.step
+    assert alpha2 is not None
+    assert alpha3 is not None
+    assert rho is not None
+    before1, before2, before3 = _shift(alpha1), _shift(alpha2), _shift(alpha3)
+    kappa, keep_u, speed = rho / (alpha1 + rho), before1 / (alpha1 + rho), _shift(rho) / rho
+    scales_p, scales_s = [rho[0].reciprocal()], [kappa[0] / rho[0]]
+    for k in range(1, rho.shape[0]):
+        scales_p.append(rho[k].reciprocal() + (1 - before1[k] / rho[k]) * scales_s[k - 1])
+        scales_s.append(kappa[k] * scales_p[k] + keep_u[k] * scales_s[k - 1])
+    share = kappa / (1 + kappa)
+    rows = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
+    rows += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
+    rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
+    rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
+    rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
+    coefficients = torch.stack(rows).to(x.dtype)
+    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients)
+
+
+def _shift(values: Tensor) -> Tensor:
+    """(T,) what the module before has, zero for the first."""
+    return torch.cat([torch.zeros_like(values[:1]), values[:-1]])

@@ -1,0 +1,80 @@
+"""Sinkhorn scaling without structural term, its backward written out: an operator that keeps nothing but its inputs.
+
+The log plan of a module is `s X + u + v`, which the next one sees through its proximal term. With α1' = α1 + τ and
+constants dropped that the pooling does not see, a module is, b from zero,
+
+    a = α2 / (α1' + α2) · (log p0 - τ/α1' u - LSE_n(s X + τ/α1' v + b))         s = (1 + τ s) / α1'
+    b = α3 / (α1' + α3) · (log q0 - τ/α1' v - LSE_d(s X + τ/α1' u + a))         K times
+    u = τ/α1' u + a,   v = τ/α1' v + b
+
+from s = 0, u = log p0, v = log q0. The last ends at the weights of the pooling, softmax_n(s X + v).
+"""
+
+import torch
+from torch import Tensor
+
+from rotp_vision.core.ops import Gradients, Inputs, Needs, register
+from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.tape import Coefficient, Tape, Vector
+from rotp_vision.core.weights import StepWeights
+
+
+def _run(tape: Tape, num_modules: int, num_inner: int) -> tuple[Coefficient, Vector]:
+    """s and v of the last module."""
+    u, v = tape.log_p0, tape.log_q0
+    scale = tape.module(0)[0]
+    for k in range(num_modules):
+        scale, keep, feature_rate, sample_rate = tape.module(k)
+        u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
+        v = v_kept
+        for _ in range(num_inner):
+            gap = tape.combine((1.0, tape.log_p0), (-1.0, u_kept), (-1.0, tape.lse(scale, v)))
+            u = tape.combine((1.0, u_kept), (feature_rate, gap))
+            gap = tape.combine((1.0, tape.log_q0), (-1.0, v_kept), (-1.0, tape.lse(scale, u)))
+            v = tape.combine((1.0, v_kept), (sample_rate, gap))
+    return scale, v
+
+
+def _forward(inputs: Inputs, scratch: Scratch, num_inner: int) -> Tensor:
+    tape = Tape(inputs, scratch)
+    return tape.pool(*_run(tape, inputs.coefficients.shape[1], num_inner))
+
+
+def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, num_inner: int) -> Gradients:
+    tape = Tape(inputs, scratch, needs)
+    return tape.gradients(*_run(tape, inputs.coefficients.shape[1], num_inner), grad)
+
+
+register('sinkhorn_pool', _forward, _backward, ', int num_inner')
+
+
+def sinkhorn_pool(
+    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
+) -> Tensor:
+    """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
+
+    Args:
+        features: (B, D, N) what is averaged; None where it is x.
+        x: (B, D, N) what the plan sees.
+        log_p0: (B, D).
+        log_q0: (B, N), -inf on masked samples.
+        weights: smoothness, feature_penalty, sample_penalty and proximal are read.
+        num_inner: K.
+    """
+    if num_inner < 1:
+        raise ValueError(f'num_inner must be at least 1, got {num_inner}')
+    feature_penalty, sample_penalty = weights.feature_penalty, weights.sample_penalty
+    assert feature_penalty is not None
+    assert sample_penalty is not None
+    alpha1, alpha2, alpha3, tau = weights.smoothness, feature_penalty, sample_penalty, weights.proximal
+    if tau is None:
+        # Then the modules do not see each other, and only the last counts.
+        alpha1, alpha2, alpha3 = alpha1[-1:], alpha2[-1:], alpha3[-1:]
+        tau = torch.zeros_like(alpha1)
+    alpha1 = alpha1 + tau
+    scales = [alpha1[0].reciprocal()]
+    for k in range(1, alpha1.shape[0]):
+        scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
+    rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    coefficients = torch.stack(rows).to(x.dtype)
+    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)

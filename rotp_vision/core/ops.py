@@ -1,0 +1,164 @@
+"""How an explicit solver becomes a pair of `torch.library` operators, the same for all of them.
+
+A solver brings two functions on a chunk of the batch, `forward` and `backward`. The pair made of them keeps nothing
+for backward but its inputs, works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast
+says, is one node for `torch.compile` and `torch.export`, and can be taken apart again into plain tensor operations
+(`decompositions`) for a runtime that does not know it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rotp_vision.core.scratch import NoScratch, chunks
+
+
+class Inputs(NamedTuple):
+    """What a solver reads, for a chunk of b sets."""
+
+    features: Tensor | None  # (b, D, N) what is averaged, any dtype; None where it is what the plan sees
+    x: Tensor  # (b, D, N) what the plan sees
+    log_p0: Tensor  # (b, D, 1)
+    log_q0: Tensor  # (b, 1, N), -inf on masked samples
+    coefficients: Tensor  # (rows, T) scalars of the modules, made from the weights
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted; the order is that of `Inputs`."""
+
+    features: bool
+    x: bool
+    log_p0: bool
+    log_q0: bool
+    coefficients: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients of `Inputs` with the same shapes; None where not wanted. `x` includes `features` where they are one."""
+
+    features: Tensor | None
+    x: Tensor | None
+    log_p0: Tensor
+    log_q0: Tensor
+    coefficients: Tensor  # zero where not wanted
+
+
+Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
+Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, *options)
+
+_INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
+_decompositions: dict[Any, Callable] = {}
+
+
+def decompositions() -> dict[Any, Callable]:
+    """The table for `ExportedProgram.run_decompositions` that turns our operators into plain tensor operations."""
+    return dict(_decompositions)
+
+
+def register(name: str, forward: Forward, backward: Backward, options: str = '') -> None:
+    """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
+
+    The operator takes log_p0 (B, D) and log_q0 (B, N).
+
+    Args:
+        name: of the operator; its backward is `name_backward`.
+        forward: pooled features of a chunk.
+        backward: gradients of a chunk.
+        options: what else the operator takes, as in a schema: ', int num_inner'.
+    """
+
+    def gather(rows: slice, features, x, log_p0, log_q0, coefficients) -> Inputs:
+        features = None if features is None else features[rows]
+        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), coefficients)
+
+    def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
+        pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
+        with torch.autocast(x.device.type, enabled=False):
+            for rows, scratch in chunks(x):
+                inputs = gather(rows, features, x, log_p0, log_q0, coefficients)
+                pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
+        return pooled
+
+    def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
+        inputs = gather(slice(None), features, x, log_p0, log_q0, coefficients)
+        pooled = forward(inputs, NoScratch(x, 0), *extra).squeeze(2)
+        return pooled if features is None else pooled.to(features.dtype)
+
+    def run_backward(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
+        wanted = Needs(*needs)
+        total = make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs)
+        d_features, d_x, d_log_p0, d_log_q0, d_coefficients = total
+        d_coefficients.zero_()
+        with torch.autocast(x.device.type, enabled=False):
+            for rows, scratch in chunks(x):
+                inputs = gather(rows, features, x, log_p0, log_q0, coefficients)
+                part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, *extra)
+                if part.features is not None:
+                    d_features[rows] = part.features
+                if part.x is not None:
+                    d_x[rows] = part.x
+                d_log_p0[rows] = part.log_p0.squeeze(2)
+                d_log_q0[rows] = part.log_q0.squeeze(1)
+                d_coefficients += part.coefficients
+        return total
+
+    def make_pooled(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
+        return x.new_empty(x.shape[:2], dtype=x.dtype if features is None else features.dtype)
+
+    def make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
+        return (
+            torch.empty_like(features) if features is not None and needs[0] else x.new_empty(0),
+            torch.empty_like(x) if needs[1] else x.new_empty(0),
+            x.new_empty(log_p0.shape),
+            x.new_empty(log_q0.shape),
+            torch.empty_like(coefficients),
+        )
+
+    op = torch.library.custom_op(
+        f'rotp_vision::{name}', run_forward, mutates_args=(), schema=f'({_INPUTS}{options}) -> Tensor'
+    )
+    op_backward = torch.library.custom_op(
+        f'rotp_vision::{name}_backward',
+        run_backward,
+        mutates_args=(),
+        schema=f'(Tensor grad, {_INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    )
+    op.register_fake(make_pooled)
+    op_backward.register_fake(make_gradients)
+
+    def setup_context(ctx, inputs, output) -> None:
+        tensors, ctx.options = inputs[:5], inputs[5:]
+        ctx.save_for_backward(*tensors)
+
+    def autograd_backward(ctx, grad):
+        needs = list(ctx.needs_input_grad[:5])
+        gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
+        wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
+        return *wanted, *[None] * len(ctx.options)
+
+    op.register_autograd(autograd_backward, setup_context=setup_context)
+
+    def no_double_backward(ctx, *grads):
+        raise RuntimeError(f"{name} has no second derivative; use the solver's backend 'reference' for it")
+
+    op_backward.register_autograd(no_double_backward, setup_context=lambda ctx, inputs, output: None)
+    op.register_vmap(_one_by_one(op))
+    op_backward.register_vmap(_one_by_one(op_backward))
+    _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
+
+
+def _one_by_one(op: Callable) -> Callable:
+    """The vmap rule that calls `op` once for every entry of the mapped axis."""
+
+    def rule(info, in_dims, *args):
+        def entry(i: int):
+            return op(*[arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)])
+
+        results = [entry(i) for i in range(info.batch_size)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0,) * len(results[0])
+
+    return rule

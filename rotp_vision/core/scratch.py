@@ -1,0 +1,88 @@
+"""Plan-sized working memory of the explicit solvers: a batch in chunks that stay in the cache, features contiguous."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Elements of one plan-sized buffer. On CPU a chunk's handful of buffers should stay in the cache; elsewhere the limit
+# only bounds the memory that backward needs besides what was saved.
+CHUNK_ELEMENTS = {'cpu': 2**17}
+CHUNK_ELEMENTS_ELSEWHERE = 2**23
+
+
+class Scratch:
+    """Buffers (b, D, N) whose feature axis is contiguous, made once and reused for every chunk of a batch.
+
+    That layout makes both log-sum-exps cheap: over samples it adds whole rows, over features it reads along memory.
+    """
+
+    def __init__(self, like: Tensor, num_sets: int) -> None:
+        self.like = like  # (B, D, N): dtype, device, D and N
+        self.num_sets = num_sets
+        self._buffers: list[Tensor] = []
+        self._taken = 0
+
+    def start(self, num_sets: int) -> None:
+        """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
+        self._taken = 0
+        self._current = num_sets
+
+    def take(self) -> Tensor | None:
+        """A (b, D, N) buffer with anything in it, for `out=`."""
+        if self._taken == len(self._buffers):
+            _, num_features, num_samples = self.like.shape
+            self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
+        self._taken += 1
+        return self._buffers[self._taken - 1][: self._current]
+
+    def buffer(self) -> Tensor:
+        """As `take`, where memory is certainly reused: in a backward."""
+        buffer = self.take()
+        assert buffer is not None
+        return buffer
+
+    def over(self, values: Tensor) -> Tensor | None:
+        """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
+        return values
+
+    def load(self, values: Tensor) -> Tensor:
+        """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
+        if values.dtype == self.like.dtype and values.mT.is_contiguous():
+            return values
+        buffer = self.take()
+        return values if buffer is None else buffer.copy_(values)
+
+
+def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
+    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
+    limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    size = min(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])))
+    scratch = Scratch(x, size)
+    for start in range(0, x.shape[0], size or 1):
+        rows = slice(start, min(start + size, x.shape[0]))
+        scratch.start(rows.stop - rows.start)
+        yield rows, scratch
+
+
+class NoScratch(Scratch):
+    """Every result in memory of its own: for tracing, where nothing may be written in place."""
+
+    def take(self) -> None:
+        return None
+
+    def over(self, values: Tensor) -> None:
+        return None
+
+
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a · b over everything; both (b, D, N) with contiguous features."""
+    return torch.dot(a.mT.reshape(-1), b.mT.reshape(-1))
+
+
+def exponentials(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(y - top) over y, the maximum `top` and their sum along `dim`, kept."""
+    top = y.amax(dim, keepdim=True)
+    y = torch.sub(y, top, out=scratch.over(y))
+    y = torch.exp(y, out=scratch.over(y))
+    return y, top, y.sum(dim, keepdim=True)
