@@ -12,8 +12,9 @@ BELOW = {
     'layers': {'core'},
     'models': {'core', 'layers'},
     'surgery': {'core', 'layers'},
+    'visualize': {'core', 'layers', 'surgery'},
     'training': {'core', 'layers', 'models', 'surgery'},
-    'cli': {'core', 'layers', 'models', 'surgery', 'training'},
+    'cli': {'core', 'layers', 'models', 'surgery', 'visualize', 'training'},
     '__init__': {'core', 'layers', 'models', 'surgery'},
 }
 OUTSIDE = {'core': {'torch'}, 'layers': {'torch'}}  # what the rooms without vision may import from elsewhere

@@ -178,8 +178,8 @@ def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str]) -> str:
     else:
         told = (
             'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
-            'their sum and the bias are the logit. Each map has its own scale. Average pooling’s map is that of the same network with average '
-            'pooling in the pool’s place.'
+            'their sum and the bias are the logit. Each map has its own scale. Average pooling’s map is that of the '
+            'same network with average pooling in the pool’s place.'
         )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
