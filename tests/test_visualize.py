@@ -199,14 +199,14 @@ def test_sheet_and_page(files, tmp_path, name, panels):
 
 
 def test_plans_over_training(tmp_path):
-    plans = [torch.rand(8, 5, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    plans = [torch.rand(8, 5, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
     figure = plot_plans(plans, ['epoch 0', 'epoch 5', 'epoch 10'])
     panels = [axes for axes in figure.axes if axes.get_title()]
     assert [axes.get_title() for axes in panels] == ['epoch 0', 'epoch 5', 'epoch 10']
     for axes, plan in zip(panels, plans, strict=True):
         (image,) = axes.images
-        assert (image.get_array() == plan.numpy()).all()
-        assert image.get_clim() == (0, max(p.max().item() for p in plans))
+        assert (image.get_array() == plan.detach().numpy()).all()
+        assert image.get_clim() == (0, pytest.approx(max(p.max().item() for p in plans)))
     save_figure(figure, tmp_path / 'plans.png')
     assert Image.open(tmp_path / 'plans.png').width > 300
     with pytest.raises(ValueError, match='got 3 and 1'):

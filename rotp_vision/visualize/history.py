@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -32,15 +33,16 @@ def plot_plans(plans: Sequence[Tensor], labels: Sequence[str]) -> Figure:
         raise ValueError(f'plans must have shape (D, N), got {[tuple(plan.shape) for plan in plans]}')
     figure = Figure(figsize=(1.9 * len(plans) + 1.1, 3.4), layout='constrained')
     panels = np.atleast_1d(figure.subplots(1, len(plans), sharey=len({plan.shape for plan in plans}) == 1))
-    top = max(float(plan.max()) for plan in plans)
+    pixels = [plan.detach().cpu().float().numpy() for plan in plans]
+    # Mass as the square root, so that a spread-out plan is still seen beside a sharp one.
+    scale = PowerNorm(0.5, vmin=0, vmax=max(float(plan.max()) for plan in pixels))
     drawn = None
-    for axes, plan, label in zip(panels, plans, labels, strict=True):
-        pixels = plan.detach().cpu().float().numpy()
-        drawn = axes.imshow(pixels, cmap='Blues', vmin=0, vmax=top, aspect='auto', interpolation='none')
+    for axes, plan, label in zip(panels, pixels, labels, strict=True):
+        drawn = axes.imshow(plan, cmap='Blues', norm=scale, aspect='auto', interpolation='none')
         axes.set(title=label, xlabel='samples')
     panels[0].set_ylabel('features')
     assert drawn is not None
-    figure.colorbar(drawn, ax=list(panels), label='mass P', shrink=0.9)
+    figure.colorbar(drawn, ax=list(panels), label='mass P (colour by its square root)', shrink=0.9)
     return figure
 
 
@@ -61,7 +63,7 @@ def plot_weights(history: Sequence[Mapping[str, Tensor]] | str | Path) -> Figure
     for axes, name in zip(grid, names, strict=False):
         modules = {module: line for (other, module), line in lines.items() if other == name}
         for module, line in modules.items():
-            label = f'module {module + 1}: {line[-1][1]:.3g}'
+            label = f'module {module + 1}: {line[-1][1]:.3g}' if len(modules) > 1 else f'{line[-1][1]:.3g}'
             axes.plot(*zip(*line, strict=True), marker='o', markersize=3, label=label)
         path, _, last = name.rpartition('.')
         axes.set_title(SYMBOLS.get(last, last) + (f'\n{path}' if path else ''), fontsize=10)
