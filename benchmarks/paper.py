@@ -48,11 +48,11 @@ class Results:
 
 
 def save_figure(figure: Figure, path: Path):
-    """A small PNG: 64 colours are enough for a plot."""
+    """A small PNG: 256 colours are enough for a plot."""
     canvas = FigureCanvasAgg(figure)
     figure.set_dpi(90)
     canvas.draw()
-    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert('RGB').quantize(64).save(path, optimize=True)
+    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert('RGB').quantize(256).save(path, optimize=True)
 
 
 def convergence(results: Results, **sizes: int):
