@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
@@ -54,7 +55,8 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     explicit = has_explicit(problem, weights, solver)
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
-    if solver.backend == 'reference' or not explicit:
+    # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
+    if solver.backend == 'reference' or not explicit or torch.onnx.is_in_onnx_export():
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
         raise ValueError(
@@ -100,6 +102,8 @@ def explicit_pool(
         num_inner: see `Solver`.
         similarity: see `Solver`.
     """
+    if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
+        raise ValueError(f'there is no operator for {name} with coupled={coupled} and these weights')
     x, log_p0, log_q0, mask = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
