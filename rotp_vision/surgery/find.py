@@ -256,7 +256,7 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
             'weights allow it'
         )
     elif idle:
-        path, old = idle[0][0], _readable(idle[0][1])
+        path, old = idle[-1][0], _readable(idle[-1][1])
         reason = (
             'it gets a map of one pixel: there is nothing to pool. If the model is for larger images, give one '
             'as example_input'
@@ -319,4 +319,6 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _readable(module: nn.Module) -> str:
+    if isinstance(module, ROTPool):
+        return f'{type(module).__name__}({module.options.solver})'
     return ' '.join(repr(module).split())
