@@ -66,9 +66,12 @@ def convergence(results: Results, **sizes: int):
     results.figure('convergence', paper_figures.convergence(rows))
 
 
-def stability(results: Results, exponents: Sequence[int] = EXPONENTS, **sizes: int):
-    rows, masses = paper_analyses.stability(exponents, **sizes)
+def stability(results: Results, exponents: Sequence[int] = EXPONENTS, seeds: Sequence[int] = (0, 1, 2)):
+    rows, masses = paper_analyses.stability(exponents)
     results.table('stability', rows)
+    settings = paper_analyses.stability_settings(exponents, seeds)
+    named = [row | {'seed': f'seed {row["seed"]}', 'failed': f'{row["NaN"]} + {row["wrong mass"]}'} for row in settings]
+    results.table('stability_settings', settings, counts=pivot(named, ['solver', 'α0', 'steps', 'τ'], 'seed', 'failed'))
     results.figure('stability', paper_figures.stability(masses, exponents))
 
 
@@ -80,6 +83,10 @@ def precision(results: Results, **sizes: int):
         rows,
         pooled=pivot(named, ['solver'], 'limit', 'pooled error'),
         plan=pivot(named, ['solver'], 'limit', 'plan error'),
+    )
+    settings = paper_analyses.precision_settings()
+    results.table(
+        'precision_settings', settings, pooled=pivot(settings, ['solver', 'T', 'ρ'], 'pooling', 'pooled error')
     )
     results.figure('precision', paper_figures.precision(plans))
 

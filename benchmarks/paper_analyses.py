@@ -50,14 +50,16 @@ def plan_of(
     rho: float,
     num_modules: int,
     structure: float = 0.0,
+    proximal: float | None = 0.1,
 ) -> Tensor:
     """(B, D, N) log plan of the named solver for α = (α1, α2, α3), after `num_modules` Bregman ADMM modules.
 
     Sinkhorn, as printed and ours, gets one module of as many steps; with a structural term, which needs the outer
-    loop, a quarter as many modules of four steps, with τ = 0.1.
+    loop, a quarter as many modules of four steps, with τ = `proximal`.
     """
     weights = dict(zip(('smoothness', 'feature_penalty', 'sample_penalty'), alpha, strict=True))
-    outer, num_inner, proximal = (max(num_modules // 4, 1), 4, 0.1) if structure else (1, num_modules, None)
+    outer, num_inner = (max(num_modules // 4, 1), 4) if structure else (1, num_modules)
+    proximal = proximal if structure else None
     if name == PUBLISHED_SINKHORN:
         return published_sinkhorn(problem, outer, num_inner, structure=structure, proximal=proximal or 0.0, **weights)
     dtype = problem.features.dtype
@@ -107,18 +109,42 @@ def stability(exponents: Sequence[int] = range(-5, 5), num_modules: int = 16) ->
     problem = rot_problem(random(1, 5, 10))
     rows, masses = [], {}
     for name, structure in itertools.product((PUBLISHED_SINKHORN, *SOLVERS), (0.0, 0.1)):
-        mass = torch.empty(len(exponents), len(exponents), dtype=torch.float64)
-        for (i, smooth), (j, penalty) in itertools.product(enumerate(exponents), enumerate(exponents)):
-            alpha = (10.0**smooth, 10.0**penalty, 10.0**penalty)
-            log_plan = plan_of(name, problem, alpha, rho=1.0, num_modules=num_modules, structure=structure)
-            mass[i, j] = log_plan.exp().double().sum()
+        mass = _masses(name, problem, exponents, num_modules=num_modules, structure=structure)
         masses[name, structure] = mass
-        right = int(((mass - 1).abs() < 1e-3).sum())
-        nan = int(mass.isnan().sum())
-        rows.append(
-            {'solver': name, 'α0': structure, 'NaN': nan, 'wrong mass': mass.numel() - right - nan, 'mass one': right}
-        )
+        rows.append({'solver': name, 'α0': structure} | _counts(mass))
     return rows, masses
+
+
+def stability_settings(exponents: Sequence[int] = range(-5, 5), seeds: Sequence[int] = (0, 1, 2)) -> Rows:
+    """The counts for Sinkhorn, as printed and ours, under other numbers of steps, τ and data."""
+    settings = [(0.0, steps, None) for steps in (4, 16, 64)] + [(0.1, 16, tau) for tau in (None, 0.01, 0.1, 1.0)]
+    rows = []
+    for name, (structure, steps, tau), seed in itertools.product((PUBLISHED_SINKHORN, 'Sinkhorn'), settings, seeds):
+        mass = _masses(
+            name,
+            rot_problem(random(1, 5, 10, seed=seed)),
+            exponents,
+            num_modules=steps,
+            structure=structure,
+            proximal=tau,
+        )
+        setting = {'solver': name, 'α0': structure, 'steps': steps, 'τ': tau or '', 'seed': seed}
+        rows.append(setting | _counts(mass))
+    return rows
+
+
+def _masses(name: str, problem: ROTProblem, exponents: Sequence[int], **settings: Any) -> Tensor:
+    """Mass of the plan for every α1 (rows) and α2 = α3 (columns)."""
+    mass = torch.empty(len(exponents), len(exponents), dtype=torch.float64)
+    for (i, smooth), (j, penalty) in itertools.product(enumerate(exponents), enumerate(exponents)):
+        alpha = (10.0**smooth, 10.0**penalty, 10.0**penalty)
+        mass[i, j] = plan_of(name, problem, alpha, rho=1.0, **settings).exp().double().sum()
+    return mass
+
+
+def _counts(mass: Tensor) -> dict[str, int]:
+    right, nan = int(((mass - 1).abs() < 1e-3).sum()), int(mass.isnan().sum())
+    return {'NaN': nan, 'wrong mass': mass.numel() - right - nan, 'mass one': right}
 
 
 # (α1, α2, α3): the paper's setting, and numbers in the order that the limit of Proposition 1 needs.
@@ -129,8 +155,8 @@ LIMITS = {
 }
 
 
-def precision(num_modules: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
-    """Errors ‖P − P_true‖₁ of the plan and max |f − f_true| of the pooled features, and the plans; ρ = α1.
+def precision(num_modules: int = 16, rho: float | None = None) -> tuple[Rows, dict[tuple, Tensor]]:
+    """Errors ‖P − P_true‖₁ of the plan and max |f − f_true| of the pooled features, and the plans; ρ = α1 if None.
 
     The truth is mean, max or attention pooling. Plans are keyed by (pooling, setting, solver), the truth by
     (pooling, setting, 'truth').
@@ -151,7 +177,7 @@ def precision(num_modules: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
         for setting, alpha in settings.items():
             plans[pooling, setting, 'truth'] = truth
             for name in (PUBLISHED_SINKHORN, *SOLVERS):
-                log_plan = plan_of(name, problem, alpha, rho=alpha[0], num_modules=num_modules)
+                log_plan = plan_of(name, problem, alpha, rho=rho or alpha[0], num_modules=num_modules)
                 plans[pooling, setting, name] = log_plan[0].exp()
                 rows.append(
                     {
@@ -163,6 +189,16 @@ def precision(num_modules: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
                     }
                 )
     return rows, plans
+
+
+def precision_settings() -> Rows:
+    """The same errors of the Bregman ADMM solvers under the paper's weights, for other ρ and T."""
+    return [
+        {'solver': row['solver'], 'T': num_modules, 'ρ': rho or 'α1'} | row
+        for num_modules, rho in itertools.product((4, 16), (None, 1.0))
+        for row in precision(num_modules, rho)[0]
+        if 'BADMM' in row['solver'] and row['setting'] == 'paper'
+    ]
 
 
 def runtime(repeats: int = 20, module_counts: Sequence[int] = (5, 10, 20, 50), sample_counts=(50, 200, 800)) -> Rows:
