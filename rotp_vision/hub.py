@@ -35,7 +35,7 @@ def build(name: str, **kwargs: Any) -> nn.Module:
         if ':' not in name and not timm.is_model(name):
             near = ', '.join(difflib.get_close_matches(name.split('.')[0], timm.list_models(), 3)) or 'none'
             raise ValueError(
-                f'{name!r} is not a model of timm (near names: {near}), nor a directory; torchvision: torchvision:NAME'
+                f'{name!r} is not a model of timm (near: {near}), nor a directory; torchvision: torchvision:NAME'
             )
         return timm.create_model(name, **kwargs)
     known = torchvision.models.list_models(torchvision.models)

@@ -83,7 +83,7 @@ def test_verify_and_revert(place, saved, capsys):
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near names: test_resnet'),
+        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near: test_resnet'),
         (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
         (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),

@@ -1,6 +1,5 @@
 """Networks from names and files."""
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +25,10 @@ def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
         found = [module for module in model.modules() if isinstance(module, nn.Linear)][-1].out_features
         if found != num_classes:
             raise ValueError(f'{config.name} is pretrained for {found} classes but the data has {num_classes}')
-    elif config.name.startswith(TORCHVISION):
-        model = build(config.name, num_classes=num_classes, **kwargs)
     else:
-        if not timm.is_model(config.name):
-            near = ', '.join(difflib.get_close_matches(config.name, timm.list_models(), 3, 0.0))
-            raise ValueError(f'model.name must be a timm model or {TORCHVISION}NAME, got {config.name!r}; near: {near}')
-        model = timm.create_model(config.name, pretrained=config.pretrained, num_classes=num_classes, **kwargs)
+        if config.pretrained:
+            kwargs['pretrained'] = True
+        model = build(config.name, num_classes=num_classes, **kwargs)
     if config.checkpoint is not None:
         model.load_state_dict(load_weights(Path(config.checkpoint)))
     return model

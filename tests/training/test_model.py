@@ -51,7 +51,7 @@ def test_the_moving_average_is_what_is_evaluated(tmp_path, trained):
 
 
 def test_unknown_names_are_refused_with_near_ones():
-    with pytest.raises(ValueError, match=r"model\.name must be .*'resnet81'; near: .*resnet18"):
+    with pytest.raises(ValueError, match=r"'resnet81' is not a model of timm .near: .*resnet"):
         build_model(ModelConfig('resnet81'), 5)
     with pytest.raises(ValueError, match='there is no checkpoint'):
         build_model(ModelConfig('test_resnet', checkpoint='/nowhere.pth'), 5)
