@@ -49,7 +49,10 @@ def main():
     args = parser.parse_args()
     warnings.filterwarnings('ignore')
 
-    names = [*timm.list_models(exclude_filters='*_rotp*'), *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models))]
+    names = [
+        *timm.list_models(exclude_filters='*_rotp*'),
+        *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models)),
+    ]
     counted = _continue(args.results, fnmatch.filter(names, args.filter)[: args.limit], count_one, 'converting')
     runs = None
     if args.groups:

@@ -1,5 +1,7 @@
 """rotp_vision: regularized optimal transport pooling for every timm model."""
 
+from rotp_vision.calibration import Calibration, calibrate
+from rotp_vision.hub import load_pretrained, read_state_dict, save_pretrained
 from rotp_vision.layers import (
     GlobalROTPool2d,
     LocalROTPool2d,
@@ -16,6 +18,7 @@ from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_g
 __version__ = '0.1.0'
 
 __all__ = [
+    'Calibration',
     'FoundPool',
     'GlobalROTPool2d',
     'LocalROTPool2d',
@@ -25,12 +28,16 @@ __all__ = [
     'ROTPool',
     'ROTSetFusion',
     'ROTSetPool',
+    'calibrate',
     'convert',
     'describe',
     'find_pools',
     'fold_gain',
     'freeze',
+    'load_pretrained',
     'pool_options',
+    'read_state_dict',
     'revert',
     'rot_pools',
+    'save_pretrained',
 ]

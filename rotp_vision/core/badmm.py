@@ -62,24 +62,26 @@ def badmm(
     structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
     factors = None if weights.structure is None else similarity_factors(problem, similarity)
 
+    interacts = quadratic or factors is not None  # whether P and S act on each other through more than their logarithms
+
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
     log_mu, log_eta = log_p0, log_q0
     log_s = log_p0 + log_q0
-    s = None  # exp(log_s), where a term of it is needed
-    z = z1 = z2 = None  # duals, None while zero
+    s = hide_masked(log_s, mask).exp() if interacts else log_s  # read where they interact only
+    # Duals divided by ρ, which costs a pass over the plan less than the duals themselves; None while zero.
+    u = u1 = u2 = None
     for t, ((alpha1, rho, *penalties), alpha0) in enumerate(zip(modules, structures, strict=True)):
+        if t:
+            rescale = modules[t - 1][1] / rho
+            u, u1, u2 = (None if dual is None else dual * rescale for dual in (u, u1, u2))
+
         # P-step
-        force = x if z is None else x - z
-        if s is None and (quadratic or factors is not None):
-            s = hide_masked(log_s, mask).exp()
-        if alpha0 is not None and factors is not None:
-            force = force + alpha0 * apply_factors(*factors, s)
-        if quadratic:
-            force = force - alpha1 * s
-        y = hide_masked(force / rho + log_s, mask)
+        gain = x + _interaction(s, alpha0, alpha1, factors, quadratic) if interacts else x
+        y = gain * (1 / rho) + log_s
+        y = hide_masked(y if u is None else y - u, mask)
         log_row = log_mu  # log P1
         if coupled:
-            pull = log_mu if z1 is None else log_mu + z1 / rho
+            pull = log_mu if u1 is None else log_mu + u1
             log_row = (0.5 * (y.logsumexp(2, keepdim=True) + pull)).log_softmax(1)
         log_p = y.log_softmax(2) + log_row
         if t + 1 == len(modules):
@@ -88,40 +90,47 @@ def badmm(
         # S-step
         p = log_p.exp()
         log_p = zero_masked(log_p, mask)
-        force = rho * log_p if z is None else rho * log_p + z
-        if alpha0 is not None and factors is not None:
-            force = force + alpha0 * apply_factors(*factors, p)
-        if quadratic:
-            force = force - alpha1 * p
-        y = force / (rho if quadratic else alpha1 + rho)
+        y = log_p if u is None else log_p + u
+        if interacts:
+            y = y + _interaction(p, alpha0, alpha1, factors, quadratic) * (1 / rho)
+        kappa = 1.0 if quadratic else rho / (alpha1 + rho)
+        y = y if quadratic else kappa * y
         log_column = log_eta  # log Sᵀ1
         if coupled:
-            kappa = 1.0 if quadratic else rho / (alpha1 + rho)
-            pull = log_eta if z2 is None else log_eta + z2 / rho
+            pull = log_eta if u2 is None else log_eta + u2
             log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
             log_column = zero_masked(log_column.log_softmax(2), mask)
         log_s = y.log_softmax(1) + log_column
-        s = hide_masked(log_s, mask).exp() if (factors is not None or quadratic or not coupled) else None
+        if interacts or not coupled:
+            s = hide_masked(log_s, mask).exp()
 
         # Marginals and duals
         if coupled:
             alpha2, alpha3 = penalties
-            log_mu, z1 = _marginal_step(log_p0, log_row, z1, alpha2, rho, None)
-            log_eta, z2 = _marginal_step(log_q0, log_column, z2, alpha3, rho, mask)
-            residual = log_p - log_s
+            log_mu, u1 = _marginal_step(log_p0, log_row, u1, alpha2, rho, None)
+            log_eta, u2 = _marginal_step(log_q0, log_column, u2, alpha3, rho, mask)
+            residual = zero_masked(log_p - log_s, mask)
         else:
             residual = p - s
-        residual = rho * zero_masked(residual, mask)
-        z = residual if z is None else z + residual
+        u = residual if u is None else u + residual
     raise AssertionError('there is at least one module')
 
 
+def _interaction(
+    plan: Tensor, alpha0: Tensor | None, alpha1: Tensor, factors: tuple[Tensor, Tensor] | None, quadratic: bool
+) -> Tensor:
+    """What one half of the plan adds to the force on the other: α0 Σ1 P Σ2ᵀ, and if quadratic -α1 P."""
+    if alpha0 is None or factors is None:
+        return -alpha1 * plan
+    force = alpha0 * apply_factors(*factors, plan)
+    return force - alpha1 * plan if quadratic else force
+
+
 def _marginal_step(log_prior: Tensor, log_marginal: Tensor, dual: Tensor | None, penalty: Tensor, rho: Tensor, mask):
-    """The next log μ (or log η), and its dual; a vector of mass one, zero on masked samples."""
-    target = penalty * log_prior + rho * log_marginal
-    if dual is not None:
-        target = target - dual
+    """The next log μ (or log η), a vector of mass one, and its dual divided by ρ; zero on masked samples."""
+    target = log_marginal if dual is None else log_marginal - dual
+    target = (penalty * log_prior + rho * target) / (penalty + rho)
     dim = 2 if log_prior.shape[1] == 1 else 1
-    log_mu = zero_masked(hide_masked(target / (penalty + rho), mask).log_softmax(dim), mask)
-    residual = rho * (log_mu - log_marginal)
+    log_mu = zero_masked(hide_masked(target, mask).log_softmax(dim), mask)
+    residual = log_mu - log_marginal
     return log_mu, residual if dual is None else dual + residual

@@ -52,7 +52,7 @@ def sinkhorn(
         if tau is not None:
             gain = gain + tau * log_plan
             alpha1 = alpha1 + tau
-        g = gain / alpha1
+        g = gain * (1 / alpha1)
         feature_rate, sample_rate = alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)
         g_rows = hide_masked(g, mask)  # what sums over samples reads
         a = b = None

@@ -87,10 +87,12 @@ class PoolOptions:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         if self.coupled and self.solver == 'sinkhorn':
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
+        if self.coupled and self.modules < 3:
+            raise ValueError(f'coupled needs num_modules of at least 3 for its penalties to act, got {self.modules}')
         starting = self.starting_weights()
         unread = [
             name
-            for name in ('feature_penalty', 'sample_penalty', 'step', 'proximal')
+            for name in ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
             if getattr(self, name) is not None and name not in starting
         ]
         if unread:
@@ -122,7 +124,9 @@ class PoolOptions:
         """The weights that this solver reads, and the positive value(s) each starts at."""
         temperature = PAPER_START if self.start == 'paper' else MEAN_START[self.view]
         penalty = PAPER_START if self.start == 'paper' else 1.0
-        starts: dict[str, float] = {'smoothness': temperature}
+        starts: dict[str, float] = {}
+        if not (self.solver == 'badmm-e' and self.modules == 1):  # which is softmax pooling at temperature ρ
+            starts['smoothness'] = temperature
         if self.solver == 'sinkhorn':
             starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
             if self.modules > 1:

@@ -66,7 +66,7 @@ class ModuleWeights(nn.Module):
         def weight(name: str) -> PositiveWeight | None:
             return PositiveWeight(starts[name], size, options.learn != 'fixed') if name in starts else None
 
-        self.smoothness = PositiveWeight(starts['smoothness'], size, options.learn != 'fixed')
+        self.smoothness = weight('smoothness')
         self.feature_penalty = weight('feature_penalty')
         self.sample_penalty = weight('sample_penalty')
         self.structure = weight('structure')
@@ -74,12 +74,15 @@ class ModuleWeights(nn.Module):
         self.proximal = weight('proximal')
 
     def forward(self) -> StepWeights:
+        step = None if self.step is None else self.step().expand(self.num_modules)
+        smoothness = step if self.smoothness is None else self.smoothness().expand(self.num_modules)
+        assert smoothness is not None  # every solver reads one of the two
         return StepWeights(
-            self.smoothness().expand(self.num_modules),
+            smoothness,
             None if self.feature_penalty is None else self.feature_penalty().expand(self.num_modules),
             None if self.sample_penalty is None else self.sample_penalty().expand(self.num_modules),
             None if self.structure is None else self.structure().expand(self.num_modules),
-            None if self.step is None else self.step().expand(self.num_modules),
+            step,
             None if self.proximal is None else self.proximal().expand(self.num_modules),
         )
 

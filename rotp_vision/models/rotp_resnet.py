@@ -44,17 +44,21 @@ class ROTPResNet(ResNet):
                 raise ValueError(
                     f'rotp_stem replaces a max pooling, but the stem of this network has {type(self.maxpool).__name__}'
                 )
-            self.maxpool = LocalROTPool2d(
+            stem = LocalROTPool2d(
                 rotp_stem,
-                self.bn1.num_features,
+                int(self.feature_info[0]['num_chs']),
                 kernel_size=self.maxpool.kernel_size,
                 stride=self.maxpool.stride,
                 padding=self.maxpool.padding,
-            ).to(self.conv1.weight)
+            )
+            self.maxpool = self._like_the_rest(stem)
 
     def _install_pool(self):
-        pool = GlobalROTPool2d(self.rotp, self.num_features)
-        self.global_pool = pool.to(self.layer4[-1].conv1.weight).train(self.training)
+        self.global_pool = self._like_the_rest(GlobalROTPool2d(self.rotp, self.num_features))
+
+    def _like_the_rest(self, pool: nn.Module) -> nn.Module:
+        like = next(self.parameters())
+        return pool.to(like.device, like.dtype).train(self.training)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Reset the classifier, keeping the trained pooling.
@@ -64,7 +68,7 @@ class ROTPResNet(ResNet):
             global_pool: None keeps the pooling as it is, and so does 'rotp' if it is ours; where there is none, both
                 make it. One of timm's own ('', 'avg', …) takes its place.
         """
-        pool = self.global_pool
+        pool: Any = self.global_pool
         super().reset_classifier(num_classes, 'avg' if global_pool in (None, 'rotp') else global_pool)
         if isinstance(pool, GlobalROTPool2d) and global_pool in (None, 'rotp'):
             self.global_pool = pool
@@ -118,7 +122,7 @@ def _register(native: str, variant: str):
 
     def entrypoint(pretrained: bool = False, **kwargs) -> ROTPResNet:
         model_args = {'block': block, 'layers': layers} | _VARIANTS[variant] | kwargs
-        model = build_model_with_cfg(ROTPResNet, name, pretrained, **model_args)
+        model: Any = build_model_with_cfg(ROTPResNet, name, pretrained, **model_args)
         # Weights handed over in the configuration would otherwise stay in it, and keep it from being saved.
         model.pretrained_cfg.pop('state_dict', None)
         return model

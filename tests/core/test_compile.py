@@ -9,8 +9,6 @@ from torch import nn
 from rotp_vision.core import StepWeights, rot_pool, rot_problem
 from tests.core.variants import VARIANTS, every_variant, random, varied_weights, with_similarity
 
-every_term = pytest.mark.parametrize(('similarity', 'masked'), [(None, False), ('covariance', True)])
-
 
 class Pool(nn.Module):
     """Pooling with the weights as parameters."""
@@ -49,10 +47,10 @@ def assert_same(actual, expected):
 
 
 @every_variant
-@every_term
-def test_compiles_to_one_graph_for_every_batch(solver, similarity, masked):
+def test_compiles_to_one_graph_for_every_batch(solver):
+    """With structure and mask, which is every operation a solver has."""
     torch.compiler.reset()
-    model, inputs = make(solver, similarity, masked)
+    model, inputs = make(solver, 'covariance', masked=True)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend='aot_eager')
     for batch, stance in ((3, 'default'), (2, 'fail_on_recompile'), (4, 'fail_on_recompile')):
         with torch.compiler.set_stance(stance):
@@ -63,14 +61,14 @@ def test_compiles_to_one_graph_for_every_batch(solver, similarity, masked):
 @pytest.mark.skipif(not any(map(shutil.which, ('c++', 'g++', 'clang++'))), reason='inductor needs a C++ compiler')
 def test_inductor():
     torch.compiler.reset()
-    model, inputs = make(VARIANTS['badmm-e'], None, False)
+    model, inputs = make(VARIANTS['badmm-e'], None, masked=False)
     compiled = torch.compile(model, fullgraph=True)
     actual = outputs_and_gradients(compiled, model, inputs(2))
     assert_same(actual, outputs_and_gradients(model, model, inputs(2)))
 
 
 @every_variant
-@every_term
+@pytest.mark.parametrize(('similarity', 'masked'), [(None, False), ('covariance', True)])
 def test_exports_with_dynamic_batch(solver, similarity, masked):
     model, inputs = make(solver, similarity, masked)
     batch = {0: torch.export.Dim('batch')}

@@ -20,6 +20,22 @@ def test_is_the_core_solver_on_the_flattened_map(options):
     torch.testing.assert_close(layer(x), expected)
 
 
+@pytest.mark.parametrize('num_modules', [1, 2, 3])
+@pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q'])
+def test_every_parameter_that_exists_gets_a_gradient(solver, num_modules):
+    options = PoolOptions(solver, num_modules=num_modules, structure=0.1, coupled=num_modules == 3)
+    layer = GlobalROTPool2d(options)
+    layer(torch.rand(2, 6, 3, 5)).square().sum().backward()
+    assert not [name for name, p in layer.named_parameters() if p.grad is None]
+
+
+def test_one_module_is_softmax_pooling():
+    x = torch.rand(2, 6, 3, 5)
+    weights = (x.flatten(2) / 0.4).softmax(2)
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4))
+    torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
+
+
 def test_shapes_and_formats():
     x = torch.rand(2, 6, 3, 5)
     layer = GlobalROTPool2d('sinkhorn')

@@ -57,6 +57,8 @@ def test_options_from_every_form_and_back():
         ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
         ({'solver': 'sinkhorn', 'step': 1.0}, "step has no effect with solver='sinkhorn'"),
         ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
+        ({'coupled': True, 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
+        ({'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
         ({'view': 'raw'}, 'view must be one of identity, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
         ({'prior': 'learned'}, 'prior must be one of uniform, attention'),

@@ -78,8 +78,8 @@ def test_native_weights_load_with_only_the_pooling_missing(native, tmp_path):
     assert mine['global_pool.weights.smoothness.beta'].abs().max() == 0
 
     incomplete = {key: value for key, value in state.items() if not key.startswith('layer4')}
+    overlay = {'state_dict': incomplete, 'num_classes': 5}
     with pytest.raises(RuntimeError, match=r'Missing key.*layer4'):
-        overlay = {'state_dict': incomplete, 'num_classes': 5}
         timm.create_model('resnet18_rotp', pretrained=True, num_classes=5, pretrained_cfg_overlay=overlay)
 
     path = tmp_path / 'native.safetensors'

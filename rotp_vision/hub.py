@@ -1,0 +1,193 @@
+"""Saving converted models in timm's format, and loading them in one line."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from safetensors.torch import save_file
+from timm.models import generate_default_cfgs, get_pretrained_cfg, load_state_dict, register_model
+from timm.models._builder import load_pretrained as load_weights
+from timm.models._builder import resolve_pretrained_cfg
+from timm.models._hub import save_config_for_hf
+from torch import nn
+
+from rotp_vision.layers import pool_options
+from rotp_vision.models import ROTPResNet
+from rotp_vision.surgery import convert, rot_pools
+
+__all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
+
+TORCHVISION = 'torchvision:'
+
+
+def build(name: str, **kwargs: Any) -> nn.Module:
+    """A network by timm's name, or torchvision's behind 'torchvision:', without weights."""
+    if not name.startswith(TORCHVISION):
+        return timm.create_model(name, **kwargs)
+    known = torchvision.models.list_models(torchvision.models)
+    if name.removeprefix(TORCHVISION) not in known:
+        raise ValueError(f'{name!r} is not a classification model of torchvision; it has {", ".join(known)}')
+    return torchvision.models.get_model(name.removeprefix(TORCHVISION), weights=None, **kwargs)
+
+
+def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint file: safetensors, or a pickle that holds nothing but tensors and plain values.
+
+    Reads .pth and .pth.tar with `state_dict`, `model` or `state_dict_ema` inside (EMA weights go first, as in timm),
+    and takes off the prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`).
+    """
+    if not Path(path).is_file():
+        raise ValueError(f'there is no checkpoint file at {path}')
+    try:
+        state = load_state_dict(str(path))
+    except RuntimeError as error:
+        reason = str(error).split(' No automatic')[0]
+        raise ValueError(
+            f'{path} is not read, because it holds more than weights and could run code on loading ({reason}). '
+            'Save its state dict alone, best as safetensors, where you trust it'
+        ) from error
+    except Exception as error:
+        raise ValueError(f'{path} is not a checkpoint file that can be read: {error}') from error
+    if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError(
+            f'{path} holds no state dict: expected tensors by name, or them under state_dict, model or state_dict_ema'
+        )
+    return state
+
+
+def save_pretrained(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    base: str | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    force: bool = False,
+) -> Path:
+    """Write a converted model as `model.safetensors` and `config.json`, from which one line makes it again.
+
+        model = timm.create_model('local-dir:directory', pretrained=True)      # after import rotp_vision
+        model = rotp_vision.load_pretrained('directory')                       # the same
+
+    The directory appears whole or not at all.
+
+    Args:
+        model: a converted model, or one of ours.
+        directory: where to; must not exist unless `force`.
+        base: the name by which timm makes the native network, or torchvision behind 'torchvision:'. By default what
+            a timm model says itself.
+        model_args: what else `timm.create_model` was given for the native network (in_chans, …).
+        force: whether to take the place of what is there.
+    """
+    target = Path(directory)
+    if target.exists() and not force:
+        raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
+    pools = rot_pools(model)
+    if not pools:
+        raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
+    cfg = dict(getattr(model, 'pretrained_cfg', None) or {})
+    base = base or cfg.get('architecture')
+    if base is None:
+        raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
+    native_args = dict(model_args or {})
+    if isinstance(model, ROTPResNet):
+        architecture = base
+        arguments = native_args | {'rotp': pools['global_pool'].options.to_dict() or {'solver': 'badmm-e'}}
+        if 'maxpool' in pools:
+            arguments['rotp_stem'] = pools['maxpool'].options.to_dict()
+    else:
+        architecture = 'rotp_converted'
+        options = {path: pool.options.to_dict() for path, pool in pools.items()}
+        arguments = {'base': base, 'base_args': native_args, 'pools': options}
+    num_classes = _num_classes(model)
+    config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
+        made = Path(workplace) / 'made'
+        made.mkdir()
+        tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+        save_file(tensors, made / 'model.safetensors', metadata={'format': 'pt'})
+        if cfg:
+            save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
+        else:
+            config['pretrained_cfg'] = {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
+            (made / 'config.json').write_text(json.dumps(config, indent=2))
+        for file in made.iterdir():
+            with open(file, 'rb') as handle:
+                os.fsync(handle.fileno())
+        if target.exists():
+            target.rename(Path(workplace) / 'old')
+        made.rename(target)
+    return target
+
+
+def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
+    """The model that `save_pretrained` wrote, in eval mode; `kwargs` as `timm.create_model` takes them."""
+    if not (Path(directory) / 'config.json').is_file():
+        raise ValueError(f'{directory} is not a directory that save_pretrained wrote: it has no config.json')
+    return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
+
+
+def _num_classes(model: nn.Module) -> int:
+    num_classes = getattr(model, 'num_classes', None)
+    if isinstance(num_classes, int):
+        return num_classes
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    if not linear:
+        raise ValueError('the model has neither num_classes nor a linear layer to tell it')
+    return linear[-1].out_features
+
+
+_resnet18 = get_pretrained_cfg('resnet18')
+assert _resnet18 is not None
+default_cfgs = generate_default_cfgs({'rotp_converted': replace(_resnet18, url='', hf_hub_id=None, tag=None)})
+
+
+@register_model
+def rotp_converted(
+    pretrained: bool = False,
+    pretrained_cfg=None,
+    pretrained_cfg_overlay=None,
+    cache_dir=None,
+    base: str = 'resnet18',
+    base_args: Mapping[str, Any] | None = None,
+    pools: Mapping[str, Mapping[str, Any]] | None = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Any network with converted pools: what `save_pretrained` names in config.json. By itself, a ResNet-18.
+
+    Args:
+        pretrained: whether to load the weights that `pretrained_cfg` points to.
+        base: the native network's name, as timm has it or torchvision behind 'torchvision:'.
+        base_args: what the native network is made with.
+        pools: options of each converted pool by its path; the default pooling before the classifier if None.
+        pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
+    """
+    cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
+    arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
+    model: Any = build(base, **arguments)
+    # Without its global pool (or with another that was asked for) a network has nothing there to convert.
+    native = 'global_pool' in kwargs or 'features_only' in kwargs
+    if not native:
+        if pools is None:
+            convert(model)
+        for path, options in (pools or {}).items():
+            convert(model, pool_options(options), where=[path], start=None)
+    if pretrained:
+        dropped = tuple(f'{path}.' for path in pools or {}) if native else ()
+        load_weights(
+            model,
+            cfg.to_dict(),
+            num_classes=arguments['num_classes'],
+            in_chans=arguments.get('in_chans', 3),
+            filter_fn=lambda state, _: {key: value for key, value in state.items() if not key.startswith(dropped)},
+        )
+    if hasattr(model, 'pretrained_cfg'):
+        model.pretrained_cfg = model.default_cfg = cfg.to_dict()
+    return model

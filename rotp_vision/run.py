@@ -1,0 +1,21 @@
+"""Run somebody else's script with the ROTP models registered: `python -m rotp_vision.run train.py …`.
+
+A timm model exists once the module that registers it was imported; scripts that do not import rotp_vision, such as
+timm's own train.py and validate.py, learn of it this way. Also by torchrun: `torchrun … -m rotp_vision.run train.py …`.
+"""
+
+import runpy
+import sys
+
+import rotp_vision  # noqa: F401  (registers the models)
+
+
+def main():
+    if len(sys.argv) < 2:
+        raise SystemExit('usage: python -m rotp_vision.run SCRIPT [ARGUMENTS …]')
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name='__main__')
+
+
+if __name__ == '__main__':
+    main()
