@@ -57,6 +57,7 @@ class _Chunk:
         # not be vectorised.
         self.betas = inputs.coefficients[0].view(-1, 1, 1, 1).expand(-1, 1, self.x.shape[1], 1).contiguous()
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
+        self._plan = scratch.take() if similarity else None
         self.forced = quadratic or self.structure is not None
 
     def push(
@@ -67,7 +68,8 @@ class _Chunk:
             m = torch.addcmul(m, factor, -weights[0] * prior, out=self.scratch.over(m))
         if self.structure is None:
             return m, None
-        return self.structure.push(m, factor * prior, weights[-1], self.scratch)
+        plan = torch.mul(factor, prior, out=self._plan)
+        return self.structure.push(m, plan, weights[-1], self.scratch)
 
     def pull(
         self,
@@ -84,7 +86,7 @@ class _Chunk:
             torch.mul(dm, factor, out=out)
             slopes[0] -= (out.sum(1, keepdim=True) * prior if prior.shape[1] == 1 else out * prior).sum()
             return out.mul_(-weights[0])
-        plan = factor * prior
+        plan = torch.mul(factor, prior, out=self._plan)
         slopes[-1] += self.structure.back(dm, plan, weights[-1], applied, out)
         if self.quadratic:
             slopes[0] -= inner(dm, plan)
@@ -159,15 +161,15 @@ def _backward(
         chunk.structure.start_back(scratch)
     d_coefficients = torch.zeros_like(inputs.coefficients)
     d_log_p0, d_log_q0 = torch.zeros_like(inputs.log_p0), torch.zeros_like(inputs.log_q0)
-    dy, dt, spare = torch.empty_like(x), torch.empty_like(x), torch.empty_like(x)
+    dy, dt, spare = scratch.buffer(), scratch.buffer(), scratch.buffer()
 
     # f = Σ_n features Q
-    d_features = torch.mul(last.row, grad, out=scratch.take())
+    d_features = torch.mul(last.row, grad, out=scratch.buffer())
     mean = torch.mul(d_features, chunk.features, out=dy).sum(2, keepdim=True)  # f · grad
     torch.addcmul(-mean, chunk.features, grad, out=dy).mul_(last.row)
     dx = None
     if needs.x:
-        dx = d_features if inputs.features is None else torch.zeros_like(x)
+        dx = d_features if inputs.features is None else scratch.buffer().zero_()
     dz = dm = None
     for k in reversed(range(len(chunk.modules))):
         # dy is the gradient of the logits of Q in module k.
@@ -180,7 +182,7 @@ def _backward(
         if needs.coefficients:
             slopes[0] += inner(dy, x)
         if chunk.forced:
-            dm = dy.clone() if dm is None else dm.add_(dy)
+            dm = scratch.buffer().copy_(dy) if dm is None else dm.add_(dy)
         if k == 0:
             d_log_q0 += dv
             if dm is not None:
@@ -192,7 +194,10 @@ def _backward(
         if needs.coefficients:
             assert module.dual is not None
             slopes[2] += inner(dy, module.dual) / rho.square()
-        dz = dy.mul(-rho.reciprocal()) if dz is None else dz.addcmul_(dy, -rho.reciprocal())
+        if dz is None:
+            dz = torch.mul(dy, -rho.reciprocal(), out=scratch.buffer())
+        else:
+            dz.addcmul_(dy, -rho.reciprocal())
 
         # S = q0 V of the module before: read by its Z and by this module's M.
         row, _, _, u, column, from_p, forces = kept[k - 1]

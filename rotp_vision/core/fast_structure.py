@@ -39,9 +39,7 @@ class Structure:
         return result.mT, Applied(projected, mixed)
 
     def start_back(self, scratch: Scratch) -> None:
-        out = scratch.take()
-        assert out is not None
-        self._d_left = out.zero_()
+        self._d_left = scratch.buffer().zero_()
         self._d_gram = torch.zeros_like(self._gram)
 
     def back(self, grad: Tensor, plan: Tensor, weight: Tensor, applied: Applied, out: Tensor) -> Tensor:

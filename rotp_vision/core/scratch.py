@@ -7,8 +7,8 @@ from torch import Tensor
 
 # Elements of one plan-sized buffer. On CPU a chunk's handful of buffers should stay in the cache; elsewhere the limit
 # only bounds the memory that backward needs besides what was saved.
-CHUNK_ELEMENTS = {'cpu': 2**18}
-CHUNK_ELEMENTS_ELSEWHERE = 2**25
+CHUNK_ELEMENTS = {'cpu': 2**17}
+CHUNK_ELEMENTS_ELSEWHERE = 2**23
 
 
 class Scratch:
@@ -35,6 +35,12 @@ class Scratch:
             self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
         self._taken += 1
         return self._buffers[self._taken - 1][: self._current]
+
+    def buffer(self) -> Tensor:
+        """As `take`, where memory is certainly reused: in a backward."""
+        buffer = self.take()
+        assert buffer is not None
+        return buffer
 
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""

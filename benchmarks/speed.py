@@ -1,0 +1,306 @@
+"""What pooling costs: time as a multiple of average pooling, memory as a multiple of the map.
+
+    python benchmarks/speed.py                   # everything; writes speed.csv, speed.md, speed.png
+    python benchmarks/speed.py --no-step --repeats 5
+
+All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
+else the machine does falls on all alike. Ratios can be compared across machines, times cannot.
+"""
+
+import argparse
+import csv
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import timm
+import torch
+from timm.layers import AttentionPool2d, LsePlus2d, SimPool2d
+from torch import Tensor, nn
+
+from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
+from rotp_vision.layers import LocalROTPool2d
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+
+Row = dict[str, str | float]
+CLOCKS = {'wall': time.perf_counter, 'cpu': time.process_time}
+
+
+class Timing(NamedTuple):
+    now: Callable[[], float]
+    repeats: int
+
+
+START = 0.6931  # softplus(0), the paper's starting value of every weight
+
+# How fast each must be at least, × average pooling, at (32, 512, 7, 7) and (32, 2048, 7, 7).
+SOLVERS = {
+    'BADMM-E, 4 modules': (Solver('badmm-e'), 4, False, (55, 65)),
+    'BADMM-Q, 4 modules': (Solver('badmm-q'), 4, False, (75, 85)),
+    'Sinkhorn, 4 iterations': (Solver('sinkhorn', num_inner=4), 1, False, (45, 55)),
+    'BADMM-E with structure, 4 modules': (Solver('badmm-e'), 4, True, (180, 190)),
+    'coupled BADMM-E, 4 modules': (Solver('badmm-e', coupled=True), 4, False, (80, 90)),
+}
+
+
+class CorePool(nn.Module):
+    """rot_pool of a map, with learnable weights and nothing else."""
+
+    def __init__(self, solver: Solver, num_modules: int, structure: bool):
+        super().__init__()
+        self.solver = solver
+        names = ['smoothness', 'feature_penalty', 'sample_penalty', 'step', *(['structure'] if structure else [])]
+        self.weights = nn.ParameterDict({name: torch.full((num_modules,), START) for name in names})
+
+    def forward(self, maps: Tensor) -> Tensor:
+        problem = rot_problem(maps.flatten(2))
+        return rot_pool(problem.features, problem, StepWeights(**self.weights), self.solver)
+
+
+class GeM(nn.Module):
+    """Generalized mean with a learnable exponent."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return maps.clamp(min=1e-6).pow(self.p).mean((2, 3)).pow(1 / self.p)
+
+
+class SoftmaxPool(nn.Module):
+    def forward(self, maps: Tensor) -> Tensor:
+        x = maps.flatten(2)
+        return (x * x.softmax(2)).sum(2)
+
+
+class POTSinkhorn(nn.Module):
+    """POT's batched Sinkhorn, differentiated by autograd."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        import ot.batch
+
+        x = maps.flatten(2)
+        plan = ot.batch.solve_batch(-x, reg=START, max_iter=4, tol=0.0, grad='autodiff').plan
+        return (x * plan).sum(2) / plan.sum(2)
+
+
+def has_pot() -> bool:
+    try:
+        import ot.batch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def peers(channels: int) -> dict[str, nn.Module]:
+    pools = {
+        'average (AdaptiveAvgPool2d)': nn.AdaptiveAvgPool2d(1),
+        'softmax': SoftmaxPool(),
+        'GeM': GeM(),
+        'timm LsePlus2d': LsePlus2d(),
+        'timm SimPool2d': SimPool2d(channels),
+        'timm AttentionPool2d': AttentionPool2d(channels, feat_size=7),
+    }
+    return pools | ({'POT batched Sinkhorn, 4 iterations': POTSinkhorn()} if has_pot() else {})
+
+
+def step_of(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
+    """Forward and backward, the way a training step meets them."""
+    towards = torch.randn_like(pool(maps))
+    inputs = [maps, *pool.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(pool(maps), inputs, towards, allow_unused=True)
+
+    return step
+
+
+def medians(steps: dict[str, Callable[[], None]], timing: Timing) -> dict[str, float]:
+    """Seconds of each step, all taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for i in range(timing.repeats + 2):
+        for name, step in steps.items():
+            start = timing.now()
+            step()
+            if i >= 2:
+                times[name].append(timing.now() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
+    """Bytes kept for backward besides the parameters, as a multiple of the map."""
+    parameters = {p.untyped_storage().data_ptr() for p in pool.parameters()}
+    kept: dict[int, int] = {}
+    alive: list[Tensor] = []  # or a storage could be freed and its address counted once for two
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        pool(maps)
+    return sum(kept.values()) / maps.untyped_storage().nbytes()
+
+
+def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
+    maps = torch.randn(32, channels, 7, 7).abs().requires_grad_()
+    pools = peers(channels)
+    must = {}
+    for name, (solver, num_modules, structure, limits) in SOLVERS.items():
+        pools[name] = CorePool(solver, num_modules, structure)
+        must[name] = limits[channels == 2048]
+        if reference:
+            pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
+    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
+    base = times['average (AdaptiveAvgPool2d)']
+    shape = f'(32, {channels}, 7, 7)'
+    return [
+        {
+            'map': shape,
+            'pooling': name,
+            '× average': times[name] / base,
+            'must reach': must.get(name, ''),
+            'saved × map': saved_multiple(pool, maps),
+            'ms': 1e3 * times[name],
+        }
+        for name, pool in pools.items()
+    ]
+
+
+def local_rows(timing: Timing) -> list[Row]:
+    maps = torch.randn(8, 64, 112, 112).requires_grad_()
+    pools = {'average (AvgPool2d)': nn.AvgPool2d(3, 2), 'max (MaxPool2d)': nn.MaxPool2d(3, 2)}
+    for name in ('badmm-e', 'sinkhorn'):
+        pools[f'LocalROTPool2d, {name}'] = LocalROTPool2d({'solver': name}, kernel_size=3, stride=2)
+    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
+    return [
+        {
+            'map': '(8, 64, 112, 112), 3×3 stride 2',
+            'pooling': name,
+            '× average': times[name] / times['average (AvgPool2d)'],
+            'must reach': 28 if 'ROT' in name else '',
+            'saved × map': saved_multiple(pool, maps),
+            'ms': 1e3 * times[name],
+        }
+        for name, pool in pools.items()
+    ]
+
+
+def growth_rows(timing: Timing) -> list[Row]:
+    """How much more each costs when one thing doubles."""
+    rows: list[Row] = []
+    base = {'B': 32, 'C': 512, 'H·W': 49, 'modules': 4}
+    for name, (solver, num_modules, structure, _) in SOLVERS.items():
+        steps = {}
+        for doubled in (None, *base):
+            size = {key: value * (1 + (key == doubled)) for key, value in base.items()}
+            maps = torch.randn(size['B'], size['C'], 1, size['H·W']).abs().requires_grad_()
+            if solver.name == 'sinkhorn':
+                pool = CorePool(solver._replace(num_inner=size['modules']), num_modules, structure)
+            else:
+                pool = CorePool(solver, size['modules'], structure)
+            steps[doubled or 'base'] = step_of(pool, maps)
+        times = medians(steps, timing)
+        rows.append({'pooling': name} | {f'2 × {key}': times[key] / times['base'] for key in base})
+    return rows
+
+
+def resnet_step_seconds(timing: Timing, steps: int) -> float:
+    """A training step of ResNet-50 at 224 px, batch 32."""
+    model = timm.create_model('resnet50').train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    images, labels = torch.randn(32, 3, 224, 224), torch.randint(1000, (32,))
+    times = []
+    for _ in range(steps + 1):
+        start = timing.now()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(timing.now() - start)
+    return statistics.median(times[1:])
+
+
+def markdown(rows: list[Row]) -> str:
+    def cell(value: str | float) -> str:
+        return value if isinstance(value, str) else f'{value:.3g}'
+
+    columns = list(rows[0])
+    lines = ['| ' + ' | '.join(columns) + ' |', '|' + ' --- |' * len(columns)]
+    return '\n'.join([*lines, *('| ' + ' | '.join(cell(row[c]) for c in columns) + ' |' for row in rows)])
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    shapes = list(dict.fromkeys(str(row['map']) for row in rows))
+    figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 3.2 * len(shapes)), layout='constrained', squeeze=False)
+    for axis, shape in zip(axes[:, 0], shapes, strict=True):
+        ours = [row for row in rows if row['map'] == shape]
+        values = [float(row['× average']) for row in ours]
+        bars = axis.barh([str(row['pooling']) for row in ours], values)
+        axis.bar_label(bars, [f'{value:.3g}' for value in values], padding=3)
+        axis.invert_yaxis()
+        axis.set(xscale='log', xlabel='forward + backward, × average pooling', title=shape)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def processor() -> str:
+    """The processor's name, for the reader of the table."""
+    info = Path('/proc/cpuinfo')
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.machine())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--threads', type=int, default=2)
+    parser.add_argument('--repeats', type=int, default=15)
+    parser.add_argument('--clock', choices=CLOCKS, default='wall', help="'cpu' for a machine that is busy otherwise")
+    parser.add_argument('--output', type=Path, default=Path(__file__).parent / 'results', help='directory to write to')
+    parser.add_argument('--no-reference', action='store_true', help='leave out the plain autograd path')
+    parser.add_argument('--no-growth', action='store_true', help='leave out what happens when a size doubles')
+    parser.add_argument('--no-step', action='store_true', help='leave out the share of a ResNet-50 training step')
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    timing = Timing(CLOCKS[args.clock], args.repeats)
+    torch.manual_seed(0)
+
+    rows = [r for channels in (512, 2048) for r in global_rows(channels, timing, reference=not args.no_reference)]
+    rows += local_rows(timing)
+    machine = (
+        f'{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}, float32'
+    )
+    parts = [f'# What pooling costs\n\n{machine}. Forward and backward, medians.']
+    if not has_pot():
+        parts.append('POT is not installed: its row is missing.')
+    if not args.no_step:
+        seconds = resnet_step_seconds(timing, 2)
+        for row in rows:
+            known = str(row['map']).startswith('(32, 2048')
+            row['% of a ResNet-50 step'] = 100 * float(row['ms']) / 1e3 / seconds if known else ''
+        parts.append(f'A ResNet-50 training step at 224 px, batch 32, took {seconds:.2f} s in the same run.')
+    parts.append(markdown(rows))
+    if not args.no_growth:
+        parts.append('## Growth when one size doubles, from (32, 512, 49), × time\n\n' + markdown(growth_rows(timing)))
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    with (args.output / 'speed.csv').open('w', newline='') as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    (args.output / 'speed.md').write_text('\n\n'.join(parts) + '\n')
+    plot(rows, args.output / 'speed.png')
+    print('\n\n'.join(parts))
+
+
+if __name__ == '__main__':
+    main()

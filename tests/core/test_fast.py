@@ -1,0 +1,302 @@
+"""The operators with explicit backward against the plain path, outputs and every gradient by name."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.core import Solver, StepWeights, decompositions, explicit_pool, rot_pool, rot_problem
+from rotp_vision.core import scratch as scratch_module
+
+# solver, whether with a structural term, whether with a proximal one
+OPERATORS = {
+    'badmm-e': (Solver('badmm-e'), False, False),
+    'badmm-q': (Solver('badmm-q'), False, False),
+    'badmm-e covariance': (Solver('badmm-e', similarity='covariance'), True, False),
+    'badmm-q cosine': (Solver('badmm-q', similarity='cosine'), True, False),
+    'coupled badmm-e': (Solver('badmm-e', coupled=True), False, False),
+    'sinkhorn': (Solver('sinkhorn', num_inner=3), False, False),
+    'sinkhorn proximal': (Solver('sinkhorn', num_inner=2), False, True),
+}
+every_operator = pytest.mark.parametrize('operator', OPERATORS.values(), ids=OPERATORS)
+
+# Largest difference from the reference, relative to the largest entry. In float32 the reference's own rounding counts.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 2e-4}
+
+
+def leaves(operator, batch, num_features, num_samples, *, num_modules=3, dtype=torch.float64, view=False):
+    """Everything a gradient is taken of, by name: what is averaged, what the plan sees, priors, weights."""
+    _, structure, proximal = operator
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    def positive():
+        return (torch.rand(num_modules, generator=generator, dtype=torch.float64) + 0.4).to(dtype).requires_grad_()
+
+    tensors = {'x': normal(batch, num_features, num_samples)}
+    if view:
+        tensors['features'] = normal(batch, num_features, num_samples)
+    tensors |= {'log_p0': normal(batch, num_features), 'log_q0': normal(1, num_samples)}
+    tensors |= {name: positive() for name in ('smoothness', 'feature_penalty', 'sample_penalty', 'step')}
+    tensors |= {'structure': positive()} if structure else {}
+    tensors |= {'proximal': positive()} if proximal else {}
+    return tensors
+
+
+def pooled(operator, tensors: dict[str, Tensor], backend: str, mask: Tensor | None = None) -> Tensor:
+    weights = StepWeights(**{name: value for name, value in tensors.items() if name in StepWeights._fields})
+    problem = rot_problem(
+        tensors['x'], log_feature_prior=tensors['log_p0'], log_sample_prior=tensors['log_q0'], mask=mask
+    )
+    features = tensors.get('features', problem.features)
+    return rot_pool(features, problem, weights, operator[0]._replace(backend=backend))
+
+
+def results(operator, tensors: dict[str, Tensor], backend: str, mask: Tensor | None = None) -> dict[str, Tensor]:
+    """The output and every gradient, by name."""
+    out = pooled(operator, tensors, backend, mask)
+    towards = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    used = [value for value in tensors.values() if value.requires_grad]
+    grads = torch.autograd.grad(out, used, towards, allow_unused=True, materialize_grads=True)
+    return {'output': out.detach()} | dict(zip(tensors, grads, strict=True))
+
+
+def assert_same(operator, tensors, mask=None):
+    expected, got = (results(operator, tensors, backend, mask) for backend in ('reference', 'torch'))
+    for name, value in expected.items():
+        size = value.abs().max().clamp_min(1e-2)
+        error = ((got[name] - value).abs().max() / size).item()
+        assert error < TOLERANCE[value.dtype], f'{name}: {error}'
+        assert got[name].dtype == value.dtype, name
+
+
+@every_operator
+@pytest.mark.parametrize('dtype', TOLERANCE)
+@pytest.mark.parametrize(
+    'shape', [(2, 1, 1), (3, 3, 1), (2, 64, 4), (2, 64, 49), (1, 2048, 9), (1, 2048, 49), (1, 1, 196), (2, 3, 196)]
+)
+def test_equals_reference(operator, dtype, shape):
+    if operator[1] and shape[1] < shape[2]:
+        pytest.skip('the structural operator is for more features than samples')
+    assert_same(operator, leaves(operator, *shape, dtype=dtype))
+
+
+@every_operator
+@pytest.mark.parametrize('num_modules', [1, 2, 6])
+def test_any_number_of_modules(operator, num_modules):
+    assert_same(operator, leaves(operator, 2, 6, 5, num_modules=num_modules))
+
+
+@every_operator
+@pytest.mark.parametrize(('masked', 'view'), [(True, False), (False, True), (True, True)])
+def test_masks_and_a_separate_view(operator, masked, view):
+    mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
+    tensors = leaves(operator, 3, 16, 9, view=view)
+    assert_same(operator, tensors, mask)
+    if masked:
+        gradient = results(operator, tensors, 'torch', mask)['x']
+        assert torch.equal(gradient[0, :, 1:], torch.zeros(16, 8, dtype=torch.float64))
+
+
+@every_operator
+def test_memory_formats_and_chunks(operator, monkeypatch):
+    tensors = leaves(operator, 5, 8, 6)
+    expected = results(operator, tensors, 'torch')
+    tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
+    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 2 * 8 * 6)  # two sets, two sets, one
+    got = results(operator, tensors, 'torch')
+    assert got['x'].stride() == tensors['x'].stride()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@every_operator
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_features(operator, dtype):
+    tensors = leaves(operator, 2, 8, 6, dtype=torch.float32, view=True)
+    tensors['features'] = tensors['features'].detach().to(dtype).requires_grad_()
+    expected, got = (results(operator, tensors, backend) for backend in ('reference', 'torch'))
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        torch.testing.assert_close(got[name].float(), value.float(), rtol=2e-2, atol=2e-2, msg=name)
+
+
+@every_operator
+@pytest.mark.parametrize('step', [1e-3, 1.0, 1e3])
+def test_stability_grid_in_float32(operator, step):
+    """Outputs agree with float64, and every gradient is finite."""
+    for i, j in itertools.product((-5, -2, 0, 2, 4), repeat=2):
+        tensors = leaves(operator, 1, 10, 5, dtype=torch.float32)
+        for name, value in {'smoothness': 10.0**i, 'feature_penalty': 10.0**j, 'sample_penalty': 10.0**j}.items():
+            tensors[name] = torch.full((3,), value, requires_grad=True)
+        tensors['step'] = torch.full((3,), step, requires_grad=True)
+        single = results(operator, tensors, 'torch')
+        wide = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
+        double = results(operator, wide, 'torch')
+        assert all(value.isfinite().all() for value in single.values()), (i, j)
+        torch.testing.assert_close(single['output'].double(), double['output'], rtol=1e-2, atol=1e-2, msg=f'{i} {j}')
+
+
+@every_operator
+def test_gradcheck(operator):
+    tensors = leaves(operator, 2, 4, 3, num_modules=2, view=True)
+
+    def function(*values):
+        return pooled(operator, dict(zip(tensors, values, strict=True)), 'torch')
+
+    assert torch.autograd.gradcheck(function, tuple(tensors.values()))
+
+
+@every_operator
+def test_only_what_is_asked_for(operator):
+    """Frozen features: the gradients of the weights are the same, and the features get none; and the reverse."""
+    tensors = leaves(operator, 2, 6, 5)
+    expected = results(operator, tensors, 'torch')
+    for frozen in ({'x'}, set(tensors) - {'x'}):
+        part = {name: value.detach().requires_grad_(name not in frozen) for name, value in tensors.items()}
+        out = pooled(operator, part, 'torch')
+        towards = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+        free = {name: value for name, value in part.items() if value.requires_grad}
+        grads = torch.autograd.grad(out, list(free.values()), towards, allow_unused=True, materialize_grads=True)
+        for name, grad in zip(free, grads, strict=True):
+            torch.testing.assert_close(grad, expected[name], msg=name)
+
+
+@every_operator
+def test_nan_in_nan_out(operator):
+    tensors = leaves(operator, 2, 6, 5)
+    x = tensors['x'].detach().clone()
+    x[0, 2, 1] = torch.nan
+    out = pooled(operator, tensors | {'x': x}, 'torch')
+    assert out[0].isnan().any()
+    assert not out[1].isnan().any()
+
+
+@every_operator
+def test_same_bits_twice(operator):
+    tensors = leaves(operator, 4, 64, 49, dtype=torch.float32)
+    first, second = (results(operator, tensors, 'torch') for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@every_operator
+def test_keeps_nothing_but_its_inputs(operator):
+    """What is saved for backward: X itself, not a copy, and next to nothing, whatever the number of modules."""
+    tensors = leaves(operator, 2, 64, 49, num_modules=8, dtype=torch.float32)
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        pooled(operator, tensors, 'torch')
+    size = tensors['x'].untyped_storage()
+    assert size.data_ptr() in storages
+    assert sum(storages.values()) <= 1.1 * size.nbytes()
+
+
+@every_operator
+def test_second_derivative_is_refused(operator):
+    tensors = leaves(operator, 1, 6, 5)
+    (grad,) = torch.autograd.grad(pooled(operator, tensors, 'torch').sum(), tensors['x'], create_graph=True)
+    with pytest.raises(RuntimeError, match='no second derivative'):
+        grad.sum().backward()
+
+
+@every_operator
+def test_opcheck(operator):
+    """torch's own tests of an operator: schema, fake tensors, autograd registration, dynamic shapes."""
+    solver, structure, _ = operator
+    name = {'sinkhorn': 'sinkhorn_pool'}.get(solver.name, 'coupled_badmm_pool' if solver.coupled else 'badmm_pool')
+    options = {'sinkhorn_pool': (2,), 'coupled_badmm_pool': ()}.get(
+        name, (solver.name == 'badmm-q', solver.similarity if structure else '')
+    )
+    rows = {'sinkhorn_pool': 4, 'coupled_badmm_pool': 19}.get(name, 3 + (solver.name == 'badmm-q') + structure)
+    x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
+    inputs = (None, x, log_p0, log_q0, torch.rand(rows, 2) + 0.5)
+    differentiable = tuple(value if value is None else value.requires_grad_() for value in inputs)
+    torch.library.opcheck(getattr(torch.ops.rotp_vision, name).default, (*differentiable, *options))
+    fixed = tuple(value if value is None else value.detach() for value in inputs)
+    backward = getattr(torch.ops.rotp_vision, f'{name}_backward').default
+    torch.library.opcheck(backward, (torch.randn(2, 6), *fixed, [False, True, True, True, True], *options))
+
+
+class Pool(nn.Module):
+    """A layer as small as can be, which also scripts."""
+
+    def __init__(self, operator, num_modules: int = 2):
+        super().__init__()
+        solver, structure, proximal = operator
+        self.name, self.coupled, self.num_inner = str(solver.name), solver.coupled, solver.num_inner
+        self.similarity = str(solver.similarity)
+        self.structure = nn.Parameter(torch.full((num_modules,), 0.4)) if structure else None
+        self.proximal = nn.Parameter(torch.full((num_modules,), 0.3)) if proximal else None
+        self.alpha = nn.Parameter(torch.linspace(0.6, 0.9, num_modules))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        problem = rot_problem(maps.flatten(2))
+        a = self.alpha
+        weights = StepWeights(a, a, a, self.structure, a, self.proximal)
+        return explicit_pool(None, problem, weights, self.name, self.coupled, self.num_inner, self.similarity)
+
+
+@every_operator
+def test_graphs(operator):
+    """Compiled, exported, taken apart, traced, scripted, mapped, on the meta device: the same numbers."""
+    layer = Pool(operator)
+    maps, other = torch.randn(3, 6, 2, 2), torch.randn(5, 6, 2, 2)
+
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend='aot_eager', dynamic=True)
+    for given in (maps, other):
+        layer.zero_grad()
+        layer(given).square().sum().backward()
+        expected = layer.alpha.grad
+        layer.zero_grad()
+        out = compiled(given)
+        out.square().sum().backward()
+        torch.testing.assert_close(out, layer(given))
+        torch.testing.assert_close(layer.alpha.grad, expected)
+
+    exported = torch.export.export(layer, (maps,), dynamic_shapes=({0: torch.export.Dim('batch')},))
+    ours = [node for node in exported.graph.nodes if 'rotp_vision' in str(node.target)]
+    assert len(ours) == 1
+    torch.testing.assert_close(exported.module()(other), layer(other))
+    plain = exported.run_decompositions(decompositions())
+    assert not [node for node in plain.graph.nodes if 'rotp_vision' in str(node.target)]
+    torch.testing.assert_close(plain.module()(other), layer(other))
+
+    scripted = torch.jit.script(layer)
+    out = scripted(maps)
+    torch.testing.assert_close(out, layer(maps))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), list(scripted.parameters())))
+    torch.testing.assert_close(torch.jit.trace(layer, maps)(other), layer(other))
+    torch.testing.assert_close(torch.vmap(layer)(torch.stack([maps, maps + 1]))[1], layer(maps + 1))
+    assert copy.deepcopy(layer).to('meta')(maps.to('meta')).shape == (3, 6)
+
+
+@every_operator
+def test_autocast_changes_nothing(operator):
+    layer, maps = Pool(operator), torch.randn(3, 6, 2, 2)
+    expected = layer(maps)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = layer(maps)
+        (grad,) = torch.autograd.grad(out.sum(), layer.alpha)
+    assert torch.equal(out, expected)
+    assert torch.equal(grad, torch.autograd.grad(expected.sum(), layer.alpha)[0])
+
+
+def test_backend_is_checked():
+    operator = OPERATORS['sinkhorn']
+    tensors = leaves(operator, 1, 3, 2)
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, reference, got 'cuda'"):
+        pooled(operator, tensors, 'cuda')
+    no_operator = (Solver('badmm-q', coupled=True), False, False)
+    with pytest.raises(ValueError, match="backend 'torch' has no operator"):
+        pooled(no_operator, tensors, 'torch')
+    assert torch.equal(pooled(no_operator, tensors, 'auto'), pooled(no_operator, tensors, 'reference'))
