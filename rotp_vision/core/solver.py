@@ -12,10 +12,11 @@ from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import ROTProblem, zero_masked
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
+from rotp_vision.core.triton_ops import require_triton
 from rotp_vision.core.weights import StepWeights, require
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
-Backend = Literal['auto', 'torch', 'reference']
+Backend = Literal['auto', 'torch', 'triton', 'reference']
 SOLVERS: tuple[SolverName, ...] = get_args(SolverName)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -47,13 +48,21 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     Masked samples may hold anything, even NaN.
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
-    'reference' is the formula above under autograd; 'auto' is 'torch' where there is such an operator.
+    'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd; 'auto' is
+    'torch' where there is such an operator, on every device.
     """
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
     explicit = has_explicit(problem, weights, solver)
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
+    triton = solver.backend == 'triton'
+    if triton:
+        if solver.coupled or weights.structure is not None or weights.proximal is not None:
+            raise ValueError(
+                "backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'"
+            )
+        require_triton(problem.features)
     if solver.backend == 'reference' or not explicit:
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
@@ -68,7 +77,8 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     else:
         require('badmm', weights, 'smoothness', 'step')
     averaged = None if features is problem.features else zero_masked(features, problem.mask)
-    return explicit_pool(averaged, problem, weights, solver.name, solver.coupled, solver.num_inner, solver.similarity)
+    name, coupled, num_inner, similarity, _ = solver
+    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, triton)
 
 
 def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
@@ -88,6 +98,7 @@ def explicit_pool(
     coupled: bool,
     num_inner: int,
     similarity: str,
+    triton: bool = False,
 ) -> Tensor:
     """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
 
@@ -99,15 +110,16 @@ def explicit_pool(
         coupled: see `Solver`.
         num_inner: see `Solver`.
         similarity: see `Solver`.
+        triton: whether the Triton operator does it.
     """
     x, log_p0, log_q0, mask = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
     log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner)
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, triton)
     elif coupled:
         pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
     else:
-        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
+        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity, triton)
     return pooled

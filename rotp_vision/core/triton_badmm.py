@@ -17,9 +17,9 @@ from torch import Tensor
 from rotp_vision.core.triton_tiles import (
     BACKWARD_ELEMENTS,
     FORWARD_ELEMENTS,
-    NUM_WARPS,
     combine_lse,
     combine_sum,
+    launch_options,
     load_tile,
     merge_lse,
     on_device,
@@ -77,6 +77,12 @@ def _module(
 
 
 @triton.jit
+def _to_mass_one(row):
+    """Q with rows of mass one to the last bit, r being rounded: what is off would leak the mean of a gradient."""
+    return row / tl.sum(row, 1)[:, None]
+
+
+@triton.jit
 def _replay(
     x, log_p0, log_q0, p0, q0, rows, columns, c_last, stop, coefficients, num_modules, d, n, D, N,
     QUADRATIC: tl.constexpr,
@@ -110,7 +116,7 @@ def badmm_forward(
 ):  # fmt: skip
     """Launch `module` of forward on the grid (tiles, B).
 
-    rows (B, T, D) gets r, columns (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, BLOCK_N) gets
+    rows (B, T, D) gets r, columns (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, N) gets
     this program's part of c; the LAST writes pooled (B, D) instead. SAME: the features are X.
     """
     tile, b = tl.program_id(0), tl.program_id(1)
@@ -123,8 +129,8 @@ def badmm_forward(
 
     c_before = log_q0
     if module > 0:
-        before = parts + ((module - 1) * num_sets + b) * (2 * BLOCK_N) * tiles
-        c_before = combine_lse(before, tiles, n, BLOCK_N, TILES)
+        before = parts + ((module - 1) * num_sets + b) * (2 * N) * tiles
+        c_before = combine_lse(before, tiles, n, N, TILES)
         tl.store(columns + (module - 1) * N + n, c_before, mask=n < tl.where(tile == 0, N, 0))
     else:
         c_before = _load_c(columns, -1, n, N)
@@ -159,9 +165,9 @@ def badmm_forward(
             tile_top, tile_total = tile_lse(y)
             top, total = merge_lse(top, total, tile_top, tile_total)
     if not LAST:
-        part = parts + ((module * num_sets + b) * tiles + tile) * (2 * BLOCK_N)
-        tl.store(part + n, top)
-        tl.store(part + BLOCK_N + n, total)
+        part = parts + ((module * num_sets + b) * tiles + tile) * (2 * N)
+        tl.store(part + n, top, mask=n < N)
+        tl.store(part + N + n, total, mask=n < N)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -177,7 +183,7 @@ def badmm_backward(
 ):  # fmt: skip
     """Launch for `module` of backward, from T - 1 down to 0 (FIRST), on the grid (tiles, B).
 
-    parts (T, B, tiles, BLOCK_N) gets this program's part of dv, the gradient of the v that this module read (of log q0
+    parts (T, B, tiles, N) gets this program's part of dv, the gradient of the v that this module read (of log q0
     in module 0); d_columns (B, T, N) gets dv of the module after. FIRST writes the gradients, of the coefficients as
     slopes (B, tiles, sub_tiles, 4, T), to be added up.
     """
@@ -193,8 +199,8 @@ def badmm_backward(
 
     dv_after = q0
     if module < last:
-        after = parts + ((module + 1) * num_sets + b) * BLOCK_N * tiles
-        dv_after = combine_sum(after, tiles, n, BLOCK_N, TILES)
+        after = parts + ((module + 1) * num_sets + b) * N * tiles
+        dv_after = combine_sum(after, tiles, n, N, TILES)
         tl.store(d_columns + (module + 1) * N + n, dv_after, mask=n < tl.where(tile == 0, N, 0))
 
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
@@ -217,6 +223,7 @@ def badmm_backward(
         )
         r = tl.load(rows + last * D + d, mask=d < D, other=0.0)
         row = tl.exp(_row_logits(x, m, z, log_q0, c_before, coefficients, last, num_modules) - r[:, None])
+        row = _to_mass_one(row)
         dx = row * g[:, None]
         if FIRST and NEED_FEATURES:
             store_tile(d_features, dx, b, d, n, d_features_b, d_features_d, d_features_n, exists)
@@ -252,6 +259,7 @@ def badmm_backward(
             row, column, m = _module(
                 x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, j, num_modules, QUADRATIC
             )
+            row = _to_mass_one(row)
             if FIRST:
                 rho_before = tl.load(coefficients + 2 * num_modules + j)
                 z += rho_before * (p0[:, None] * row - q0[None, :] * column)
@@ -276,7 +284,7 @@ def badmm_backward(
             if FIRST:
                 along = tl.sum(dt * x)
                 d_beta = kappa * along
-                d_kappa = beta * along + tl.sum(tl.where(d < D, du * (log_p0 - r), 0.0))
+                d_kappa = beta * along + tl.sum(du * tl.where(d < D, log_p0 - r, 0.0))
                 d_rho = tl.sum(dz * (p0[:, None] * row - q0[None, :] * column))
 
             # P = p0 Q of the module before: read by its Z and by its M.
@@ -324,7 +332,7 @@ def badmm_backward(
             )
             dv -= q0 * tl.sum(column * ds, 0)
         dv_part += dv
-    tl.store(parts + ((module * num_sets + b) * tiles + tile) * BLOCK_N + n, dv_part)
+    tl.store(parts + ((module * num_sets + b) * tiles + tile) * N + n, dv_part, mask=n < N)
 
 
 @triton.jit
@@ -345,16 +353,16 @@ def forward(
     pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
     rows = x.new_empty(num_sets, num_modules, num_features, dtype=torch.float32)
     columns = x.new_empty(num_sets, num_modules - 1, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_modules - 1, num_sets, cut.tiles, 2, cut.block_n, dtype=torch.float32)
+    parts = x.new_empty(num_modules - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
     with on_device(x):
         for module in range(num_modules):
             badmm_forward[(cut.tiles, num_sets)](
-                averaged, x, log_p0, log_q0, coefficients.contiguous(),
+                averaged, x, log_p0, log_q0, coefficients,
                 pooled, rows, columns, parts,
                 num_features, num_samples, num_modules, module, cut.sub_tiles, cut.tiles,
                 *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                LAST=module + 1 == num_modules, SAME=features is None, QUADRATIC=quadratic, num_warps=NUM_WARPS,
+                LAST=module + 1 == num_modules, SAME=features is None, QUADRATIC=quadratic, **launch_options(),
             )  # fmt: skip
     return pooled, rows, columns
 
@@ -378,20 +386,20 @@ def backward(
     averaged = x if features is None else features
     to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
     d_columns = x.new_empty(num_sets, num_modules, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_modules, num_sets, cut.tiles, cut.block_n, dtype=torch.float32)
+    parts = x.new_empty(num_modules, num_sets, cut.tiles, num_samples, dtype=torch.float32)
     d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
     slopes = x.new_empty(num_sets, cut.tiles, cut.sub_tiles, 4, num_modules, dtype=torch.float32)
     with on_device(x):
         for module in reversed(range(num_modules)):
             badmm_backward[(cut.tiles, num_sets)](
-                grad, averaged, x, log_p0, log_q0, coefficients.contiguous(), rows, columns,
+                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
                 d_columns, parts, to_features, to_x, d_log_p0, slopes,
                 num_features, num_samples, num_modules, module, cut.sub_tiles, cut.tiles,
                 *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
                 *to_features.stride(), *to_x.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
                 FIRST=module == 0, SAME=features is None, QUADRATIC=quadratic,
-                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, num_warps=NUM_WARPS,
+                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **launch_options(),
             )  # fmt: skip
-    d_log_q0 = parts.sum((0, 2))[:, :num_samples]
+    d_log_q0 = parts.sum((0, 2))
     return d_log_p0, d_log_q0, slopes.sum((0, 1, 2))[: coefficients.shape[0]]

@@ -20,6 +20,8 @@ MAX_TILES = 16  # programs per set: every one of them reads the parts of all
 FORWARD_ELEMENTS = 2048  # of a tile; what the kernels hold per element fits the registers
 BACKWARD_ELEMENTS = 1024
 NUM_WARPS = 4
+# Left to itself NVIDIA's assembler takes fewer registers, for the sake of occupancy, and spills some.
+MAX_REGISTERS = 255
 
 
 class Tiling(NamedTuple):
@@ -48,17 +50,24 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def launch_options() -> dict[str, int]:
+    """Of every kernel; a limit of registers exists on NVIDIA only."""
+    options = {'num_warps': NUM_WARPS}
+    return options if torch.version.hip else options | {'maxnreg': MAX_REGISTERS}
+
+
 @triton.jit
 def load_tile(pointer, set_index, d, n, stride_b, stride_d, stride_n, exists):
     """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
-    offset = set_index.to(tl.int64) * stride_b + d[:, None] * stride_d + n[None, :] * stride_n
-    return tl.load(pointer + offset, mask=exists, other=0.0).to(tl.float32)
+    pointer += set_index.to(tl.int64) * stride_b
+    return tl.load(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_tile(pointer, values, set_index, d, n, stride_b, stride_d, stride_n, exists):
-    offset = set_index.to(tl.int64) * stride_b + d[:, None] * stride_d + n[None, :] * stride_n
-    tl.store(pointer + offset, values.to(pointer.dtype.element_ty), mask=exists)
+    pointer += set_index.to(tl.int64) * stride_b
+    values = values.to(pointer.dtype.element_ty)
+    tl.store(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), values, mask=exists)
 
 
 @triton.jit
@@ -78,20 +87,21 @@ def tile_lse(y):
 
 
 @triton.jit
-def combine_lse(parts, tiles, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """(BLOCK_N,) log-sum-exp over features from the parts (tiles, 2, BLOCK_N) that all programs of a set left."""
+def combine_lse(parts, tiles, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) log-sum-exp over features from the parts (tiles, 2, N) of all programs of a set; zero beyond N."""
     t = tl.arange(0, TILES)
-    exists = (t < tiles)[:, None] & (n < BLOCK_N)[None, :]
-    at = parts + t[:, None] * (2 * BLOCK_N) + n[None, :]
+    exists = (t < tiles)[:, None] & (n < N)[None, :]
+    at = parts + t[:, None] * (2 * N) + n[None, :]
     tops = tl.load(at, mask=exists, other=float('-inf'))
-    totals = tl.load(at + BLOCK_N, mask=exists, other=0.0)
-    top = tl.max(tops, 0)
-    return top + tl.log(tl.sum(totals * tl.exp(tops - top[None, :]), 0))
+    totals = tl.load(at + N, mask=exists, other=0.0)
+    top = tl.where(n < N, tl.max(tops, 0), 0.0)
+    total = tl.sum(totals * tl.exp(tops - top[None, :]), 0)
+    return top + tl.log(tl.where(n < N, total, 1.0))
 
 
 @triton.jit
-def combine_sum(parts, tiles, n, BLOCK_N: tl.constexpr, TILES: tl.constexpr):
-    """(BLOCK_N,) sum over features from the parts (tiles, BLOCK_N)."""
+def combine_sum(parts, tiles, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) sum over features from the parts (tiles, N)."""
     t = tl.arange(0, TILES)
-    exists = (t < tiles)[:, None] & (n < BLOCK_N)[None, :]
-    return tl.sum(tl.load(parts + t[:, None] * BLOCK_N + n[None, :], mask=exists, other=0.0), 0)
+    exists = (t < tiles)[:, None] & (n < N)[None, :]
+    return tl.sum(tl.load(parts + t[:, None] * N + n[None, :], mask=exists, other=0.0), 0)
