@@ -1,4 +1,4 @@
-"""The published Bregman ADMM in Triton, entropic and quadratic, without structural term; see `fast_badmm` for its modules.
+"""The published Bregman ADMM in Triton, entropic and quadratic, no structural term; `fast_badmm` has its equations.
 
 Forward is a launch per module. Launch k finishes c of module k-1 from the parts its predecessor left, replays Z (and M)
 of the modules before from X and the saved vectors r and c, does the P-step, which is local, and leaves its part of c.
@@ -9,23 +9,22 @@ backwards, so it is replayed for each module: O(T²) exponentials per element an
 Imports triton: import it only where `triton_ops` has found one.
 """
 
-import torch
+# Kernels are not Python to a type checker.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rotp_vision.core.triton_tiles import (
-    BACKWARD_ELEMENTS,
-    FORWARD_ELEMENTS,
     combine_lse,
     combine_sum,
-    launch_options,
+    launch_backward,
+    launch_forward,
     load_tile,
     merge_lse,
-    on_device,
     store_tile,
     tile_lse,
-    tiling,
 )
 
 # Their values must not make variants of a kernel.
@@ -65,9 +64,7 @@ def _start(x, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
 
 
 @triton.jit
-def _module(
-    x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC: tl.constexpr
-):
+def _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Q and V of module k from the vectors that forward saved, and M between them; z, m are before its P-step."""
     row = tl.exp(_row_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules) - r[:, None])
     if QUADRATIC:
@@ -95,7 +92,8 @@ def _replay(
     c_before = _load_c(columns, -1, n, N)
     for k in range(stop):
         r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
-        c = tl.where(k == stop - 1, c_last, tl.load(columns + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=0.0))
+        c = tl.load(columns + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=0.0)
+        c = tl.where(k == stop - 1, c_last, c)
         row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
         rho = tl.load(coefficients + 2 * num_modules + k)
         z += rho * (p0[:, None] * row - q0[None, :] * column)
@@ -347,24 +345,10 @@ def forward(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, quadratic: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, D) pooled, (B, T, D) r and (B, T - 1, N) c."""
-    (num_sets, num_features, num_samples), num_modules = x.shape, coefficients.shape[1]
-    cut = tiling(num_features, num_samples, FORWARD_ELEMENTS)
-    averaged = x if features is None else features
-    pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
-    rows = x.new_empty(num_sets, num_modules, num_features, dtype=torch.float32)
-    columns = x.new_empty(num_sets, num_modules - 1, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_modules - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
-    with on_device(x):
-        for module in range(num_modules):
-            badmm_forward[(cut.tiles, num_sets)](
-                averaged, x, log_p0, log_q0, coefficients,
-                pooled, rows, columns, parts,
-                num_features, num_samples, num_modules, module, cut.sub_tiles, cut.tiles,
-                *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
-                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                LAST=module + 1 == num_modules, SAME=features is None, QUADRATIC=quadratic, **launch_options(),
-            )  # fmt: skip
-    return pooled, rows, columns
+    num_modules = coefficients.shape[1]
+    return launch_forward(
+        badmm_forward, features, x, log_p0, log_q0, coefficients, num_modules, num_modules, QUADRATIC=quadratic
+    )
 
 
 def backward(
@@ -381,25 +365,8 @@ def backward(
     quadratic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fills d_features and d_x where they are given; returns the gradients of log_p0, log_q0, coefficients."""
-    (num_sets, num_features, num_samples), num_modules = x.shape, coefficients.shape[1]
-    cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
-    averaged = x if features is None else features
-    to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
-    d_columns = x.new_empty(num_sets, num_modules, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_modules, num_sets, cut.tiles, num_samples, dtype=torch.float32)
-    d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
-    slopes = x.new_empty(num_sets, cut.tiles, cut.sub_tiles, 4, num_modules, dtype=torch.float32)
-    with on_device(x):
-        for module in reversed(range(num_modules)):
-            badmm_backward[(cut.tiles, num_sets)](
-                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
-                d_columns, parts, to_features, to_x, d_log_p0, slopes,
-                num_features, num_samples, num_modules, module, cut.sub_tiles, cut.tiles,
-                *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
-                *to_features.stride(), *to_x.stride(),
-                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                FIRST=module == 0, SAME=features is None, QUADRATIC=quadratic,
-                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **launch_options(),
-            )  # fmt: skip
-    d_log_q0 = parts.sum((0, 2))
-    return d_log_p0, d_log_q0, slopes.sum((0, 1, 2))[: coefficients.shape[0]]
+    inputs = features, x, log_p0, log_q0, coefficients
+    d_log_p0, d_log_q0, slopes = launch_backward(
+        badmm_backward, grad, *inputs, rows, columns, d_features, d_x, coefficients.shape[1], QUADRATIC=quadratic
+    )
+    return d_log_p0, d_log_q0, slopes[: coefficients.shape[0]]

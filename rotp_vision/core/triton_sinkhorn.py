@@ -5,31 +5,30 @@ With G = s X, `a` the duals of the features and `b` those of the samples (b = 0 
     r = LSE_n(G + b)        a = rate_a (log p0 - r)
     l = LSE_d(G + a)        b = rate_b (log q0 - l)
 
-and the pooling has the weights softmax_n(G + b). All state is vectors. Forward is K + 1 launches: launch k finishes l of
-the step before from the parts its predecessor left, does r, which is local, and leaves its part of l; the last pools.
+and the pooling has the weights softmax_n(G + b). All state is vectors. Forward is K + 1 launches: launch k finishes l
+of the step before from the parts its predecessor left, does r (local), and leaves its part of l; the last pools.
 Backward is K + 1 launches as well: those for b of the steps K … 1 leave their part of its gradient, and the last one,
 which knows all those gradients, writes what backward is for.
 
 Imports triton: import it only where `triton_ops` has found one.
 """
 
-import torch
+# Kernels are not Python to a type checker.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from rotp_vision.core.triton_tiles import (
-    BACKWARD_ELEMENTS,
-    FORWARD_ELEMENTS,
     combine_lse,
     combine_sum,
-    launch_options,
+    launch_backward,
+    launch_forward,
     load_tile,
     merge_lse,
-    on_device,
     store_tile,
     tile_lse,
-    tiling,
 )
 
 # Their values must not make variants of a kernel.
@@ -39,14 +38,14 @@ NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles', 'tiles']
 @triton.jit
 def _load_b(columns, log_q0, rate_b, k, n, N):
     """b before step k (BLOCK_N,) from l (K, N) of the step before; -inf on masked samples."""
-    l = tl.load(columns + (k - 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
-    return _b_of(l, log_q0, rate_b, k)
+    lse = tl.load(columns + (k - 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    return _b_of(lse, log_q0, rate_b, k)
 
 
 @triton.jit
-def _b_of(l, log_q0, rate_b, k):
+def _b_of(lse, log_q0, rate_b, k):
     start = tl.where(log_q0 == float('-inf'), log_q0, 0.0)
-    return tl.where(k > 0, rate_b * (log_q0 - l), start)
+    return tl.where(k > 0, rate_b * (log_q0 - lse), start)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -70,12 +69,12 @@ def sinkhorn_forward(
     rows += b * (num_steps + 1) * D
     columns += b * num_steps * N
 
-    l = tl.full((BLOCK_N,), 0.0, tl.float32)
+    lse = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step > 0:
         before = parts + ((step - 1) * num_sets + b) * (2 * N) * tiles
-        l = combine_lse(before, tiles, n, N, TILES)
-        tl.store(columns + (step - 1) * N + n, l, mask=n < tl.where(tile == 0, N, 0))
-    dual = _b_of(l, log_q0, rate_b, step)
+        lse = combine_lse(before, tiles, n, N, TILES)
+        tl.store(columns + (step - 1) * N + n, lse, mask=n < tl.where(tile == 0, N, 0))
+    dual = _b_of(lse, log_q0, rate_b, step)
 
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
@@ -112,18 +111,25 @@ def _step_back(x, log_p0, log_q0, rows, columns, db, scale, rate_a, rate_b, k, d
     Returns dt and dy, gradients of the logits of l and r, and da.
     """
     r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
-    l = tl.load(columns + k * N + n, mask=n < N, other=0.0)
-    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - l[None, :]) * (-rate_b * db)[None, :]
+    lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * (-rate_b * db)[None, :]
     da = tl.sum(dt, 1)
     dual = _load_b(columns, log_q0, rate_b, k, n, N)
     dy = tl.exp(scale * x + dual[None, :] - r[:, None]) * (-rate_a * da)[:, None]
     return dt, dy, da
 
 
+@triton.jit
+def _load_db(d_columns, db_first, k, n, N):
+    """Gradient of b after step k (BLOCK_N,) out of (K + 1, N); that of step 0 is db_first."""
+    db = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    return tl.where(k == 0, db_first, db)
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def sinkhorn_backward(
     grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
-    d_columns, parts, d_features, d_x, d_log_p0, d_log_q0, slopes,
+    d_columns, parts, d_features, d_x, d_log_p0, slopes,
     D, N, num_steps, step, sub_tiles, tiles,
     grad_b, grad_d, features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
     d_features_b, d_features_d, d_features_n, d_x_b, d_x_d, d_x_n,
@@ -133,8 +139,8 @@ def sinkhorn_backward(
     """Launch `step` of backward, from K down to 0 (FIRST), on the grid (tiles, B).
 
     parts (K + 1, B, tiles, N) gets this program's part of db, the gradient of b before the step; d_columns
-    (B, K + 1, N) gets db after it. FIRST writes the gradients, of the coefficients as slopes (B, tiles, 4), to be
-    added up.
+    (B, K + 1, N) gets db after it. FIRST writes the gradients, of the coefficients as slopes (B, tiles, sub_tiles, 4),
+    to be added up; b before it is no variable, so its part is zero.
     """
     tile, b = tl.program_id(0), tl.program_id(1)
     num_sets = tl.num_programs(1)
@@ -151,9 +157,14 @@ def sinkhorn_backward(
         db_after = combine_sum(after, tiles, n, N, TILES)
         tl.store(d_columns + (step + 1) * N + n, db_after, mask=n < tl.where(tile == 0, N, 0))
 
+    d_rate_b = 0.0
+    if FIRST:
+        for k in range(num_steps):
+            db = _load_db(d_columns, db_after, k, n, N)
+            lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+            d_rate_b += tl.sum(db * tl.where(log_q0 == float('-inf'), 0.0, log_q0 - lse))
+
     db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
-    d_scale = 0.0
-    d_rate_a = 0.0
     for sub_tile in range(sub_tiles):
         d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
         exists = (d < D)[:, None] & (n < N)[None, :]
@@ -175,10 +186,10 @@ def sinkhorn_backward(
                 if NEED_FEATURES:
                     store_tile(d_features, d_averaged, b, d, n, d_features_b, d_features_d, d_features_n, exists)
                 d_p0 = g * 0.0
+                d_rate_a = 0.0
                 for i in range(num_steps):
                     k = num_steps - 1 - i
-                    db = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
-                    db = tl.where(k == 0, db_after, db)
+                    db = _load_db(d_columns, db_after, k, n, N)
                     dt, more, da = _step_back(
                         x, log_p0, log_q0, rows, columns, db, scale, rate_a, rate_b, k, d, n, D, N
                     )
@@ -186,7 +197,11 @@ def sinkhorn_backward(
                     d_p0 += rate_a * da
                     r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
                     d_rate_a += tl.sum(da * tl.where(d < D, log_p0 - r, 0.0))
-                d_scale += tl.sum(dy * x)
+                slope = slopes + ((b * tiles + tile) * sub_tiles + sub_tile) * 4
+                tl.store(slope, tl.sum(dy * x))
+                tl.store(slope + 1, 0.0)
+                tl.store(slope + 2, d_rate_a)
+                tl.store(slope + 3, tl.where(tile + sub_tile == 0, d_rate_b, 0.0))
                 tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
                 if NEED_X:
                     dx = scale * dy
@@ -198,48 +213,14 @@ def sinkhorn_backward(
         else:
             _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, db_after, scale, rate_a, rate_b, step, d, n, D, N)
             db_part += tl.sum(dy, 0)
-    if FIRST:
-        # What is left are vectors of the set: the first program's.
-        d_q0 = tl.full((BLOCK_N,), 0.0, tl.float32)
-        d_rate_b = 0.0
-        for k in range(num_steps):
-            db = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
-            db = tl.where(k == 0, db_after, db)
-            l = tl.load(columns + k * N + n, mask=n < N, other=0.0)
-            d_q0 += rate_b * db
-            d_rate_b += tl.sum(db * tl.where(log_q0 == float("-inf"), 0.0, log_q0 - l))
-        tl.store(d_log_q0 + b * N + n, d_q0, mask=n < tl.where(tile == 0, N, 0))
-        slope = slopes + (b * tiles + tile) * 4
-        tl.store(slope, d_scale)
-        tl.store(slope + 1, 0.0)
-        tl.store(slope + 2, d_rate_a)
-        tl.store(slope + 3, tl.where(tile == 0, d_rate_b, 0.0))
-    else:
-        tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, db_part, mask=n < N)
+    tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, db_part, mask=n < N)
 
 
 def forward(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, num_inner: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(B, D) pooled, (B, K + 1, D) r and (B, K, N) l."""
-    num_sets, num_features, num_samples = x.shape
-    cut = tiling(num_features, num_samples, FORWARD_ELEMENTS)
-    averaged = x if features is None else features
-    pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
-    rows = x.new_empty(num_sets, num_inner + 1, num_features, dtype=torch.float32)
-    columns = x.new_empty(num_sets, num_inner, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_inner, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
-    with on_device(x):
-        for step in range(num_inner + 1):
-            sinkhorn_forward[(cut.tiles, num_sets)](
-                averaged, x, log_p0, log_q0, coefficients,
-                pooled, rows, columns, parts,
-                num_features, num_samples, num_inner, step, cut.sub_tiles, cut.tiles,
-                *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
-                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                LAST=step == num_inner, SAME=features is None, **launch_options(),
-            )  # fmt: skip
-    return pooled, rows, columns
+    return launch_forward(sinkhorn_forward, features, x, log_p0, log_q0, coefficients, num_inner, num_inner + 1)
 
 
 def backward(
@@ -256,25 +237,6 @@ def backward(
     num_inner: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fills d_features and d_x where they are given; returns the gradients of log_p0, log_q0, coefficients."""
-    num_sets, num_features, num_samples = x.shape
-    cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
-    averaged = x if features is None else features
-    to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
-    d_columns = x.new_empty(num_sets, num_inner + 1, num_samples, dtype=torch.float32)
-    parts = x.new_empty(num_inner + 1, num_sets, cut.tiles, num_samples, dtype=torch.float32)
-    d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
-    d_log_q0 = x.new_empty(log_q0.shape, dtype=torch.float32)
-    slopes = x.new_empty(num_sets, cut.tiles, 4, 1, dtype=torch.float32)
-    with on_device(x):
-        for step in reversed(range(num_inner + 1)):
-            sinkhorn_backward[(cut.tiles, num_sets)](
-                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
-                d_columns, parts, to_features, to_x, d_log_p0, d_log_q0, slopes,
-                num_features, num_samples, num_inner, step, cut.sub_tiles, cut.tiles,
-                *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
-                *to_features.stride(), *to_x.stride(),
-                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                FIRST=step == 0, SAME=features is None,
-                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **launch_options(),
-            )  # fmt: skip
-    return d_log_p0, d_log_q0, slopes.sum((0, 1))
+    inputs = features, x, log_p0, log_q0, coefficients
+    d_log_p0, db, slopes = launch_backward(sinkhorn_backward, grad, *inputs, rows, columns, d_features, d_x, num_inner)
+    return d_log_p0, coefficients[3] * db, slopes

@@ -9,7 +9,7 @@ Imports triton: import it only where `triton_ops` has found one.
 """
 
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -54,6 +54,93 @@ def launch_options() -> dict[str, int]:
     """Of every kernel; a limit of registers exists on NVIDIA only."""
     options = {'num_warps': NUM_WARPS}
     return options if torch.version.hip else options | {'maxnreg': MAX_REGISTERS}
+
+
+def launch_forward(
+    kernel: Any,
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    coefficients: Tensor,
+    count: int,
+    launches: int,
+    **flags: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, D) pooled, rows (B, launches, D) and columns (B, launches - 1, N).
+
+    Args:
+        kernel: `badmm_forward`, `sinkhorn_forward`.
+        features: (B, D, N) what is averaged; None where it is x.
+        x: (B, D, N) what the plan sees.
+        log_p0: (B, D).
+        log_q0: (B, N), -inf on masked samples.
+        coefficients: as the torch operator takes them.
+        count: of modules or steps, as the kernel takes it.
+        launches: how many make a forward.
+        flags: what else the kernel takes.
+    """
+    num_sets, num_features, num_samples = x.shape
+    cut = tiling(num_features, num_samples, FORWARD_ELEMENTS)
+    averaged = x if features is None else features
+    pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
+    rows = x.new_empty(num_sets, launches, num_features, dtype=torch.float32)
+    columns = x.new_empty(num_sets, launches - 1, num_samples, dtype=torch.float32)
+    parts = x.new_empty(launches - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
+    with on_device(x):
+        for launch in range(launches):
+            kernel[(cut.tiles, num_sets)](
+                averaged, x, log_p0, log_q0, coefficients,
+                pooled, rows, columns, parts,
+                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
+                *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
+                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
+                LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(),
+            )  # fmt: skip
+    return pooled, rows, columns
+
+
+def launch_backward(
+    kernel: Any,
+    grad: Tensor,
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    coefficients: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    d_features: Tensor | None,
+    d_x: Tensor | None,
+    count: int,
+    **flags: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills d_features and d_x, where they are given, with gradients.
+
+    Returns:
+        Those of log_p0 (B, D), of all sample vectors added up (B, N), and of the coefficients (4, T).
+    """
+    (num_sets, launches, num_features), num_samples = rows.shape, x.shape[2]
+    cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
+    averaged = x if features is None else features
+    to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
+    d_columns = x.new_empty(num_sets, launches, num_samples, dtype=torch.float32)
+    parts = x.new_empty(launches, num_sets, cut.tiles, num_samples, dtype=torch.float32)
+    d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
+    slopes = x.new_empty(num_sets, cut.tiles * cut.sub_tiles, 4, coefficients.shape[1], dtype=torch.float32)
+    with on_device(x):
+        for launch in reversed(range(launches)):
+            kernel[(cut.tiles, num_sets)](
+                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
+                d_columns, parts, to_features, to_x, d_log_p0, slopes,
+                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
+                *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
+                *to_features.stride(), *to_x.stride(),
+                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
+                FIRST=launch == 0, SAME=features is None,
+                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(),
+            )  # fmt: skip
+    return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))
 
 
 @triton.jit
