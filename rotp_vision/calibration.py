@@ -24,7 +24,7 @@ _CHUNK = 64
 class Trial(NamedTuple):
     """One way of pooling, scored on the calibration images with its gain fitted on them."""
 
-    view: str  # 'average' for average pooling
+    view: View | None  # None for average pooling
     temperature: float
     gain: float
     loss: float  # cross-entropy with the gain
@@ -41,19 +41,17 @@ class Calibration(NamedTuple):
     trials: list[Trial]
     best: Trial
 
-    def table(self) -> str:
-        """All trials, best first, as a Markdown table."""
+    def table(self, limit: int | None = None) -> str:
+        """Average pooling and the trials (the best `limit` of them), best first, as a Markdown table."""
         lines = [
             '| pooling | temperature | gain | cross-entropy | without gain | top-1 % |',
             '| --- | --- | --- | --- | --- | --- |',
         ]
-        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)]:
-            temperature = '' if trial.view == 'average' else f'{trial.temperature:.4g}'
-            mark = ' (chosen)' if trial == self.best else ''
-            lines.append(
-                f'| {trial.view}{mark} | {temperature} | {trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} '
-                f'| {100 * trial.accuracy:.1f} |'
-            )
+        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)[:limit]]:
+            temperature = '' if trial.view is None else f'{trial.temperature:.4g}'
+            name = (trial.view or 'average') + (' (chosen)' if trial == self.best else '')
+            scores = f'{trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} | {100 * trial.accuracy:.1f}'
+            lines.append(f'| {name} | {temperature} | {scores} |')
         return '\n'.join(lines)
 
     def plot(self, path: str | Path):
@@ -113,7 +111,7 @@ def calibrate(
         head = _Head(model, pool, maps, logits)
         fit_gain = pool.gain is not None
         mean = torch.cat([m.float().mean((2, 3)) for m in maps])
-        average = _score('average', math.inf, mean, head, targets, fit_gain)
+        average = _score(None, math.inf, mean, head, targets, fit_gain)
         trials = []
         for view in views:
             spread = _spread(maps, view)
@@ -123,8 +121,10 @@ def calibrate(
                 pooled = torch.cat([layer(m.float()) for m in maps])
                 trials.append(_score(view, multiple * spread, pooled, head, targets, fit_gain))
     best = min(trials, key=lambda trial: trial.loss)
-    pool.set_view(best.view)  # pyright: ignore[reportArgumentType]
-    chosen = _at_temperature(pool.options, pool.view, best.temperature).starting_weights()
+    view = best.view
+    assert view is not None
+    pool.set_view(view)
+    chosen = _at_temperature(pool.options, view, best.temperature).starting_weights()
     pool.set_weights(**{name: value for name, value in chosen.items() if isinstance(value, float)})
     if pool.gain is not None:
         pool.set_weights(gain=best.gain)
@@ -232,7 +232,9 @@ def _spread(maps: list[Tensor], view: View) -> float:
     return float(seen.var(2, correction=0).mean().sqrt())
 
 
-def _score(view: str, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool) -> Trial:
+def _score(
+    view: View | None, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool
+) -> Trial:
     raw = head(pooled)
 
     def loss_at(log_gain: float) -> float:

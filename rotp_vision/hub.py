@@ -1,5 +1,6 @@
 """Saving converted models in timm's format, and loading them in one line."""
 
+import difflib
 import json
 import os
 import tempfile
@@ -20,7 +21,7 @@ from torch import nn
 
 from rotp_vision.layers import pool_options
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import convert, rot_pools
+from rotp_vision.surgery import convert, revert, rot_pools
 
 __all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
 
@@ -30,6 +31,11 @@ TORCHVISION = 'torchvision:'
 def build(name: str, **kwargs: Any) -> nn.Module:
     """A network by timm's name, or torchvision's behind 'torchvision:', without weights."""
     if not name.startswith(TORCHVISION):
+        if ':' not in name and not timm.is_model(name):
+            near = ', '.join(difflib.get_close_matches(name.split('.')[0], timm.list_models(), 3)) or 'none'
+            raise ValueError(
+                f'{name!r} is not a model of timm (near names: {near}), nor a directory; torchvision: torchvision:NAME'
+            )
         return timm.create_model(name, **kwargs)
     known = torchvision.models.list_models(torchvision.models)
     if name.removeprefix(TORCHVISION) not in known:
@@ -111,20 +117,44 @@ def save_pretrained(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
         made = Path(workplace) / 'made'
         made.mkdir()
-        tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
-        save_file(tensors, made / 'model.safetensors', metadata={'format': 'pt'})
+        _write_weights(model, made / 'model.safetensors')
         if cfg:
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
         else:
             config['pretrained_cfg'] = {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
             (made / 'config.json').write_text(json.dumps(config, indent=2))
-        for file in made.iterdir():
-            with open(file, 'rb') as handle:
-                os.fsync(handle.fileno())
+        _sync(made / 'config.json')
         if target.exists():
             target.rename(Path(workplace) / 'old')
         made.rename(target)
     return target
+
+
+def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
+    """Write a model's weights to a safetensors file, which appears whole or not at all."""
+    target = Path(path)
+    if target.suffix != '.safetensors':
+        raise ValueError(f'the file must end in .safetensors, got {target.name}')
+    if target.exists() and not force:
+        raise ValueError(f'{target} exists; choose another file, or overwrite it with force')
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
+        made = _write_weights(model, Path(workplace) / target.name)
+        made.replace(target)
+    return target
+
+
+def _write_weights(model: nn.Module, path: Path) -> Path:
+    tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
+    save_file(tensors, path, metadata={'format': 'pt'})
+    _sync(path)
+    return path
+
+
+def _sync(path: Path):
+    """Have the operating system put a file on the disk."""
+    with open(path, 'rb') as handle:
+        os.fsync(handle.fileno())
 
 
 def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
@@ -171,23 +201,22 @@ def rotp_converted(
     """
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
-    model: Any = build(base, **arguments)
-    # Without its global pool (or with another that was asked for) a network has nothing there to convert.
-    native = 'global_pool' in kwargs or 'features_only' in kwargs
-    if not native:
+    if 'global_pool' in kwargs or 'features_only' in kwargs:
+        # Without its global pool, or with another that is asked for, the network is the native one.
+        if pretrained:
+            whole = rotp_converted(True, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools)
+            overlay = {'state_dict': revert(whole).state_dict(), 'num_classes': cfg.num_classes}
+            arguments |= {'pretrained': True, 'pretrained_cfg_overlay': overlay}
+        model: Any = build(base, **arguments)
+    else:
+        model = build(base, **arguments)
         if pools is None:
             convert(model)
         for path, options in (pools or {}).items():
             convert(model, pool_options(options), where=[path], start=None)
-    if pretrained:
-        dropped = tuple(f'{path}.' for path in pools or {}) if native else ()
-        load_weights(
-            model,
-            cfg.to_dict(),
-            num_classes=arguments['num_classes'],
-            in_chans=arguments.get('in_chans', 3),
-            filter_fn=lambda state, _: {key: value for key, value in state.items() if not key.startswith(dropped)},
-        )
+        if pretrained:
+            in_chans = arguments.get('in_chans', 3)
+            load_weights(model, cfg.to_dict(), num_classes=arguments['num_classes'], in_chans=in_chans)
     if hasattr(model, 'pretrained_cfg'):
         model.pretrained_cfg = model.default_cfg = cfg.to_dict()
     return model

@@ -5,7 +5,17 @@ from rotp_vision.core.ops import decompositions
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import Regularizer, ROTProblem, objective, rot_problem
 from rotp_vision.core.sinkhorn import sinkhorn
-from rotp_vision.core.solver import BACKENDS, SOLVERS, Backend, Solver, SolverName, explicit_pool, rot_pool, solve
+from rotp_vision.core.solver import (
+    BACKENDS,
+    SOLVERS,
+    Backend,
+    Solver,
+    SolverName,
+    explicit_pool,
+    has_explicit,
+    rot_pool,
+    solve,
+)
 from rotp_vision.core.structure import Similarity, structural_force
 from rotp_vision.core.weights import StepWeights, step_weights
 
@@ -22,6 +32,7 @@ __all__ = [
     'badmm',
     'decompositions',
     'explicit_pool',
+    'has_explicit',
     'objective',
     'pool',
     'rot_pool',

@@ -25,6 +25,7 @@ def _run(tape: Tape, num_modules: int, num_inner: int) -> tuple[Coefficient, Vec
     scale = tape.module(0)[0]
     for k in range(num_modules):
         scale, keep, feature_rate, sample_rate = tape.module(k)
+        tape.share(scale)
         u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
         v = v_kept
         for _ in range(num_inner):

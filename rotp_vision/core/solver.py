@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
@@ -56,14 +57,16 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     explicit = has_explicit(problem, weights, solver)
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
-    triton = solver.backend == 'triton'
+    # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
+    exporting = torch.onnx.is_in_onnx_export()
+    triton = solver.backend == 'triton' and not exporting
     if triton:
         if solver.coupled or weights.structure is not None or weights.proximal is not None:
             raise ValueError(
                 "backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'"
             )
         require_triton(problem.features)
-    if solver.backend == 'reference' or not explicit:
+    if solver.backend == 'reference' or not explicit or exporting:
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
         raise ValueError(
@@ -112,6 +115,8 @@ def explicit_pool(
         similarity: see `Solver`.
         triton: whether the Triton operator does it.
     """
+    if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
+        raise ValueError(f'there is no operator for {name} with coupled={coupled} and these weights')
     x, log_p0, log_q0, mask = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))

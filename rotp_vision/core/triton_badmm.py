@@ -112,13 +112,13 @@ def badmm_forward(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     LAST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
-    """Launch `module` of forward on the grid (tiles, B).
+    """Launch `module` of forward on the grid (B, tiles).
 
     rows (B, T, D) gets r, columns (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, N) gets
     this program's part of c; the LAST writes pooled (B, D) instead. SAME: the features are X.
     """
-    tile, b = tl.program_id(0), tl.program_id(1)
-    num_sets = tl.num_programs(1)
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
     n = tl.arange(0, BLOCK_N)
     log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
     q0 = tl.exp(log_q0)
@@ -179,14 +179,14 @@ def badmm_backward(
     FIRST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
     NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
 ):  # fmt: skip
-    """Launch for `module` of backward, from T - 1 down to 0 (FIRST), on the grid (tiles, B).
+    """Launch for `module` of backward, from T - 1 down to 0 (FIRST), on the grid (B, tiles).
 
     parts (T, B, tiles, N) gets this program's part of dv, the gradient of the v that this module read (of log q0
     in module 0); d_columns (B, T, N) gets dv of the module after. FIRST writes the gradients, of the coefficients as
     slopes (B, tiles, sub_tiles, 4, T), to be added up.
     """
-    tile, b = tl.program_id(0), tl.program_id(1)
-    num_sets = tl.num_programs(1)
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
     n = tl.arange(0, BLOCK_N)
     log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
     q0 = tl.exp(log_q0)

@@ -56,13 +56,13 @@ def sinkhorn_forward(
     features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
-    """Launch `step` of forward, from 0 to K (LAST), on the grid (tiles, B).
+    """Launch `step` of forward, from 0 to K (LAST), on the grid (B, tiles).
 
     rows (B, K + 1, D) gets r, columns (B, K, N) gets l of the step before, parts (K, B, tiles, 2, N) gets this
     program's part of l; the LAST writes pooled (B, D) instead. SAME: the features are X.
     """
-    tile, b = tl.program_id(0), tl.program_id(1)
-    num_sets = tl.num_programs(1)
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
     n = tl.arange(0, BLOCK_N)
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
     log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
@@ -136,14 +136,14 @@ def sinkhorn_backward(
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     FIRST: tl.constexpr, SAME: tl.constexpr, NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
 ):  # fmt: skip
-    """Launch `step` of backward, from K down to 0 (FIRST), on the grid (tiles, B).
+    """Launch `step` of backward, from K down to 0 (FIRST), on the grid (B, tiles).
 
     parts (K + 1, B, tiles, N) gets this program's part of db, the gradient of b before the step; d_columns
     (B, K + 1, N) gets db after it. FIRST writes the gradients, of the coefficients as slopes (B, tiles, sub_tiles, 4),
     to be added up; b before it is no variable, so its part is zero.
     """
-    tile, b = tl.program_id(0), tl.program_id(1)
-    num_sets = tl.num_programs(1)
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
     n = tl.arange(0, BLOCK_N)
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
     log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))

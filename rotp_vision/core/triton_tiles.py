@@ -89,7 +89,7 @@ def launch_forward(
     parts = x.new_empty(launches - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
     with on_device(x):
         for launch in range(launches):
-            kernel[(cut.tiles, num_sets)](
+            kernel[(num_sets, cut.tiles)](
                 averaged, x, log_p0, log_q0, coefficients,
                 pooled, rows, columns, parts,
                 num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
@@ -130,7 +130,7 @@ def launch_backward(
     slopes = x.new_empty(num_sets, cut.tiles * cut.sub_tiles, 4, coefficients.shape[1], dtype=torch.float32)
     with on_device(x):
         for launch in reversed(range(launches)):
-            kernel[(cut.tiles, num_sets)](
+            kernel[(num_sets, cut.tiles)](
                 grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
                 d_columns, parts, to_features, to_x, d_log_p0, slopes,
                 num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
@@ -146,13 +146,13 @@ def launch_backward(
 @triton.jit
 def load_tile(pointer, set_index, d, n, stride_b, stride_d, stride_n, exists):
     """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
-    pointer += set_index.to(tl.int64) * stride_b
+    pointer += set_index * stride_b
     return tl.load(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def store_tile(pointer, values, set_index, d, n, stride_b, stride_d, stride_n, exists):
-    pointer += set_index.to(tl.int64) * stride_b
+    pointer += set_index * stride_b
     values = values.to(pointer.dtype.element_ty)
     tl.store(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), values, mask=exists)
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
+from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, View, pool_options
 from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, PositiveWeight, view_of
 
@@ -23,7 +24,10 @@ class ROTPool(nn.Module):
         super().__init__()
         self.options = pool_options(options)
         self.solver = self.options.to_solver()
-        self.view: View = self.options.view
+        self.view: str = self.options.view
+        # The solver's fields once more, one by one: TorchScript does not take it whole.
+        self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
+        self._similarity = str(self.solver.similarity)
         if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.weights = ModuleWeights(self.options)
@@ -56,8 +60,21 @@ class ROTPool(nn.Module):
             log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
         """
         x = _without_masked(x, mask)
-        pooled = rot_pool(x, self._problem(x, mask, log_sample_prior), self.weights(), self.solver)
-        return pooled if self.gain is None else pooled * self.gain().to(pooled.dtype)
+        return self._pool(x, self._problem(x, mask, log_sample_prior))
+
+    def _pool(self, x: Tensor, problem: ROTProblem) -> Tensor:
+        # Where the plan sees the features themselves there is one tensor to read and to keep, not two.
+        features = problem.features if self.view == 'identity' else x
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            weights = self.weights()
+            pooled = explicit_pool(
+                features, problem, weights, self._name, self._coupled, self._num_inner, self._similarity
+            )
+        else:
+            pooled = rot_pool(features, problem, self.weights(), self.solver)
+        if self.gain is not None:
+            pooled = pooled * self.gain().to(pooled.dtype)
+        return pooled.to(x.dtype)
 
     def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""

@@ -30,7 +30,7 @@ class MapPool(ROTPool):
     def sets(self, x: Tensor) -> Tensor:
         """The feature map as sets (B, D, N): a view of either memory format, not a copy."""
         if x.dim() != 4:
-            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {tuple(x.shape)}')
+            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {list(x.shape)}')
         if self.input_fmt == 'NHWC':
             return x.flatten(1, 2).transpose(1, 2)
         return x.flatten(2)

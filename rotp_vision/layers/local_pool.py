@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from rotp_vision.core import has_explicit
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
 
@@ -67,52 +69,140 @@ class LocalROTPool2d(ROTPool):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 3:
-            return self.forward(x.unsqueeze(0)).squeeze(0)
+            return self._pool_maps(x.unsqueeze(0)).squeeze(0)
         if x.dim() != 4:
-            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {tuple(x.shape)}')
-        rows = _Axis('height', x.shape[2], self, 0)
-        columns = _Axis('width', x.shape[3], self, 1)
-        size = x.shape[0] * x.shape[1] * columns.num_windows * self.kernel_size[0] * self.kernel_size[1]
-        # A traced graph has one chunk: its number may not depend on the batch, and memory is the compiler's business.
-        step = rows.num_windows if torch.compiler.is_compiling() else max(1, CHUNK_VALUES // size)
-        recompute = torch.is_grad_enabled() and step < rows.num_windows
-        padded = torch.nn.functional.pad(x, (columns.before, columns.after, rows.before, rows.after))
-        chunks = []
-        for first in range(0, rows.num_windows, step):
-            last = min(first + step, rows.num_windows)
-            if recompute:
-                chunks.append(checkpoint(self._pool_rows, padded, rows, columns, first, last, use_reentrant=False))
-            else:
-                chunks.append(self._pool_rows(padded, rows, columns, first, last))
-        pooled = chunks[0] if len(chunks) == 1 else torch.cat(chunks, 1)  # (B, H', W', C)
-        return pooled.permute(0, 3, 1, 2)
+            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {list(x.shape)}')
+        return self._pool_maps(x)
 
-    def _pool_rows(self, padded: Tensor, rows: '_Axis', columns: '_Axis', first: int, last: int) -> Tensor:
-        """(B, last - first, W', C) pooled windows of some rows of the output."""
-        # Only the rows in question, so that the gradient of each tap is no larger than the chunk.
-        begin, end = rows.span(first, last)
-        part = padded[:, :, begin:end].permute(0, 2, 3, 1)
-        windows = torch.stack(
-            [
-                part[:, rows.taps(i, last - first), columns.taps(j, columns.num_windows)]
-                for i in range(rows.kernel)
-                for j in range(columns.kernel)
-            ]
-        )  # (k², B, h, W', C)
-        kernel, batch, height, width, channels = windows.shape
-        sets = windows.view(kernel, batch * height * width, channels).permute(1, 2, 0)  # (B h W', C, k²), not copied
-        mask = None
-        if rows.padded or columns.padded:
-            inside_rows = torch.tensor(rows.inside(first, last))  # (h, kh)
-            inside_columns = torch.tensor(columns.inside(0, width))  # (W', kw)
-            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (h, W', kh, kw)
-            mask = inside.view(1, height * width, kernel).expand(batch, -1, -1).reshape(-1, kernel)
-            mask = mask.to(padded.device, non_blocking=True)
-        pooled = self.pool_sets(sets, mask).view(batch, height, width, channels)
-        if mask is not None and self.count_include_pad:
-            share = torch.tensor(rows.shares(first, last))[:, None] * torch.tensor(columns.shares(0, width))  # (h, W')
-            pooled = pooled * share[..., None].to(pooled, non_blocking=True)
+    def _pool_maps(self, x: Tensor) -> Tensor:
+        rows, top, bottom = self._layout(x.shape[2], 0)
+        columns, left, right = self._layout(x.shape[3], 1)
+        padded = F.pad(x, [left, right, top, bottom])
+        if max(top, bottom, left, right) == 0:
+            return self._pool_padded(padded, None, rows, columns)
+        row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
+        inside_rows = (row_taps >= 0) & (row_taps < x.shape[2])
+        inside_columns = (column_taps >= 0) & (column_taps < x.shape[3])
+        inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (H', W', kh, kw)
+        pooled = self._pool_padded(padded, inside, rows, columns)
+        if self.count_include_pad:
+            # Padding counts as zeros; what ceil_mode adds beyond the padding does not count at all.
+            counted_rows = row_taps < x.shape[2] + max(self.padding[0], bottom if self.same else 0)
+            counted_columns = column_taps < x.shape[3] + max(self.padding[1], right if self.same else 0)
+            share = (inside_rows.sum(1) / counted_rows.sum(1))[:, None] * (
+                inside_columns.sum(1) / counted_columns.sum(1)
+            )
+            pooled = pooled * share.to(pooled.dtype)
         return pooled
+
+    def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
+        """All windows, in chunks where they are many."""
+        # A traced graph has one chunk: its number may not depend on the batch, and memory is the compiler's business.
+        if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
+            return self._pool_rows(padded, inside, 0, rows, columns)
+        size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
+        step = max(1, CHUNK_VALUES // size)
+        if step >= rows:
+            return self._pool_rows(padded, inside, 0, rows, columns)
+        pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows
+        chunks = [pool_rows(padded, inside, i, min(i + step, rows), columns) for i in range(0, rows, step)]
+        return torch.cat(chunks, 2)
+
+    def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
+        """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
+        sets, mask = self._windows(padded, inside, first, last, columns)
+        pooled = self._pool(sets, self._problem(sets, mask, None))
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+
+    def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
+        """`_pool_rows` that keeps no windows for its backward pass, which cuts them out of the map again."""
+        made: dict[str, Tensor] = {}
+        source = padded.detach()
+
+        def make(windows_of: Tensor):
+            made['sets'], mask = self._windows(windows_of, inside, first, last, columns)
+            problem = self._problem(made['sets'], mask, None)
+            made['seen'] = problem.features
+            return problem
+
+        def pack(tensor: Tensor) -> Tensor | str:
+            for name, known in made.items():
+                if tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
+                    return name
+            return tensor
+
+        def unpack(packed: Tensor | str) -> Tensor:
+            if not isinstance(packed, str):
+                return packed
+            if not made:
+                with torch.no_grad():
+                    make(source)
+            return made[packed]
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            problem = make(padded)
+            if not has_explicit(problem, self.weights(), self.solver):
+                # Without an operator of its own the solver keeps every step: run it again instead.
+                return checkpoint(self._pool_rows, padded, inside, first, last, columns, use_reentrant=False)
+            pooled = self._pool(made['sets'], problem)
+        made.clear()
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+
+    def _windows(
+        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
+        (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
+        stride_h, stride_w = self.stride
+        # Only the rows in question, so that the gradient of each tap is no larger than the chunk.
+        begin, end = first * stride_h, (last - 1) * stride_h + dilation_h * (kernel_h - 1) + 1
+        part = padded[:, :, begin:end].permute(0, 2, 3, 1)
+        reach_h, reach_w = (last - first - 1) * stride_h + 1, (columns - 1) * stride_w + 1
+        taps: list[Tensor] = []
+        for i in range(kernel_h):
+            for j in range(kernel_w):
+                y, x = i * dilation_h, j * dilation_w
+                taps.append(part[:, y : y + reach_h : stride_h, x : x + reach_w : stride_w])
+        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
+        mask: Tensor | None = None
+        if inside is not None:
+            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
+        return windows.flatten(0, 2).mT, mask
+
+    def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
+        """How many windows lie along an axis, as torch's pooling counts them, and the padding before and after."""
+        stride, before = self.stride[axis], self.padding[axis]
+        reach = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
+        if self.same:
+            windows = (size + stride - 1) // stride
+            before = max((windows - 1) * stride + reach - size, 0) // 2
+        else:
+            space = size + 2 * before - reach
+            windows = (space + stride - 1 if self.ceil_mode else space) // stride + 1
+            # With ceil_mode the last window must begin inside the map or its padding before it.
+            if self.ceil_mode and (windows - 1) * stride >= size + before:
+                windows -= 1
+        if windows < 1 or not self._fits(size, axis, windows, before):
+            raise ValueError(
+                f'a window of kernel_size {self.kernel_size[axis]}, dilation {self.dilation[axis]} and padding '
+                f'{before} does not fit a map of {"width" if axis else "height"} {size}'
+            )
+        return windows, before, max((windows - 1) * stride + reach - size - before, 0)
+
+    def _fits(self, size: int, axis: int, windows: int, before: int) -> bool:
+        """Whether every window has a tap inside the map; the outermost windows are the ones that might not."""
+        for window in (0, windows - 1):
+            found = False
+            for tap in range(self.kernel_size[axis]):
+                found = found or 0 <= window * self.stride[axis] + tap * self.dilation[axis] - before < size
+            if not found:
+                return False
+        return True
+
+    def _taps(self, x: Tensor, axis: int, windows: int, before: int) -> Tensor:
+        """(windows, taps) positions in the map, some before it or after it."""
+        start = torch.arange(windows, device=x.device) * self.stride[axis] - before
+        return start[:, None] + torch.arange(self.kernel_size[axis], device=x.device) * self.dilation[axis]
 
     def extra_repr(self) -> str:
         shape = {'kernel_size': self.kernel_size, 'stride': self.stride, 'padding': self.padding}
@@ -121,56 +211,6 @@ class LocalROTPool2d(ROTPool):
         shape |= {'same': True} if self.same else {}
         shape |= {'count_include_pad': True} if self.count_include_pad else {}
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
-
-
-class _Axis:
-    """Where the windows lie along one axis of a map; sizes follow torch's pooling."""
-
-    def __init__(self, name: str, size: int, pool: LocalROTPool2d, axis: int):
-        self.size, self.kernel, self.stride = size, pool.kernel_size[axis], pool.stride[axis]
-        self.dilation, self.before = pool.dilation[axis], pool.padding[axis]
-        reach = self.dilation * (self.kernel - 1) + 1
-        if pool.same:
-            self.num_windows = -(-size // self.stride)
-            self.before = max((self.num_windows - 1) * self.stride + reach - size, 0) // 2
-            self.counted = size + (self.num_windows - 1) * self.stride + reach
-        else:
-            self.counted = size + 2 * self.before
-            space = size + 2 * self.before - reach
-            self.num_windows = (-(-space // self.stride) if pool.ceil_mode else space // self.stride) + 1
-            # With ceil_mode the last window must begin inside the map or its padding before it.
-            if pool.ceil_mode and (self.num_windows - 1) * self.stride >= size + self.before:
-                self.num_windows -= 1
-        if self.num_windows < 1 or not all(any(taps) for taps in self.inside(0, self.num_windows)):
-            raise ValueError(
-                f'the window (kernel_size {self.kernel}, dilation {self.dilation}, padding {self.before}) does not fit '
-                f'a map of {name} {size}'
-            )
-        self.after = max((self.num_windows - 1) * self.stride + reach - size - self.before, 0)
-        self.padded = self.before > 0 or self.after > 0
-
-    def span(self, first: int, last: int) -> tuple[int, int]:
-        """Where in the padded map the windows `first` … `last` - 1 begin and end."""
-        return first * self.stride, (last - 1) * self.stride + self.dilation * (self.kernel - 1) + 1
-
-    def taps(self, offset: int, num_windows: int) -> slice:
-        """The positions, counted from the first window's begin, that so many windows have at one offset."""
-        begin = offset * self.dilation
-        return slice(begin, begin + (num_windows - 1) * self.stride + 1, self.stride)
-
-    def shares(self, first: int, last: int) -> list[float]:
-        """For each window, how much of it lies inside the map; what ceil_mode adds beyond the padding is no part."""
-        return [
-            sum(taps) / sum(window * self.stride + i * self.dilation < self.counted for i in range(self.kernel))
-            for window, taps in enumerate(self.inside(first, last), first)
-        ]
-
-    def inside(self, first: int, last: int) -> list[list[bool]]:
-        """For each window, which of its offsets lie inside the map."""
-        return [
-            [0 <= window * self.stride + i * self.dilation - self.before < self.size for i in range(self.kernel)]
-            for window in range(first, last)
-        ]
 
 
 def _pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:

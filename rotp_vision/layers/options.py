@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from rotp_vision.core import SOLVERS, Similarity, Solver, SolverName
+from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName
 
 Start = Literal['paper', 'mean']
 View = Literal['identity', 'rms', 'log']
@@ -45,6 +45,7 @@ class PoolOptions:
         view: what the plan sees: 'identity' (the paper), 'rms' (each feature over its root mean square across the
             samples) or 'log' (log(max(x, 0) + 0.001)). What is averaged is always the features themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
+        backend: what computes it; 'auto' takes the explicit operators of 'torch' where there are some.
     """
 
     solver: SolverName = 'badmm-e'
@@ -64,6 +65,7 @@ class PoolOptions:
     prior_width: int | None = None
     view: View = 'identity'
     gain: Gain = 'off'
+    backend: Backend = 'auto'
 
     def __post_init__(self):
         choices = {
@@ -74,6 +76,7 @@ class PoolOptions:
             'prior': get_args(Prior),
             'view': get_args(View),
             'gain': get_args(Gain),
+            'backend': BACKENDS,
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
@@ -118,7 +121,7 @@ class PoolOptions:
         return 1 if self.solver == 'sinkhorn' and self.structure == 0 else 4
 
     def to_solver(self) -> Solver:
-        return Solver(self.solver, self.coupled, self.num_inner, self.similarity)
+        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.backend)
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
         """The weights that this solver reads, and the positive value(s) each starts at."""

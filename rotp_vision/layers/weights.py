@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.core import StepWeights
-from rotp_vision.layers.options import PoolOptions, View
+from rotp_vision.layers.options import PoolOptions
 
 # Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
 # view, which at a silent channel would otherwise be infinite.
@@ -115,7 +115,7 @@ class AttentionPrior(nn.Module):
         return self.feature_score(self.feature_hidden(total)), sample_logits
 
 
-def view_of(x: Tensor, view: View, mask: Tensor | None = None) -> Tensor:
+def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:
     """What the plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
 
     identity   x
@@ -126,9 +126,9 @@ def view_of(x: Tensor, view: View, mask: Tensor | None = None) -> Tensor:
         return x
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if view == 'log':
-        return (x.clamp_min(0.0) + VIEW_FLOOR).log()
+        return (x.clamp_min(0.0) + floor).log()
     if mask is None:
         mean_square = x.square().mean(2, keepdim=True)
     else:
         mean_square = x.square().sum(2, keepdim=True) / mask.sum(1).view(-1, 1, 1)
-    return x * (mean_square + VIEW_FLOOR**2).rsqrt()
+    return x * (mean_square + floor**2).rsqrt()

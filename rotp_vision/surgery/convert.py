@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
 from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
-from rotp_vision.surgery.find import FoundPool, find_pools
+from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
+from rotp_vision.surgery.trace import undisturbed
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -50,6 +51,7 @@ def convert(
         start: 'mean' starts each pool next to what it replaces: average pools next to the mean, and max pools next to
             the maximum, by a small smoothness (or step) and an almost free sample marginal. 'paper' starts every
             weight at softplus(0). None leaves it to the options. A weight that the options give is kept in any case.
+            Padding takes no mass; an average pool that counts it as zeros (`count_include_pad`) goes on doing so.
         example_input: an input of the model, see `find_pools`.
 
     Raises:
@@ -61,17 +63,29 @@ def convert(
         >>> list(rotp_vision.rot_pools(model))
         ['global_pool']
     """
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     options = pool_options(pool) if start is None else pool_options(pool, start=start)
-    replace_pools(model, find_pools(model, example_input), options, where)
+    inputs = example_inputs(model, example_input)
+    new = replace_pools(model, find_pools(model, inputs), options, where)
+    idle = _idle(model, inputs, new)
+    if idle:
+        _take_all(model, new)
+        raise ValueError(
+            f'cannot replace {", ".join(idle)}: the model does not run what stands there but calls the old pool by '
+            'another reference (a list, a partial function, a closure)'
+        )
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
 
-def replace_pools(model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]):
-    """What `convert` does once the pools of the model are found."""
-    for pool in _choose(found, where):
-        _place(model, pool, _new_pool(model, pool, options))
+def replace_pools(
+    model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]
+) -> dict[str, ROTPool]:
+    """What `convert` does once the pools of the model are found; the new pools by path."""
+    new = [(pool, _new_pool(model, pool, options)) for pool in _choose(found, where)]
+    for pool, rot_pool in new:
+        _place(model, pool, rot_pool)
+    return {pool.path: rot_pool for pool, rot_pool in new}
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -83,11 +97,7 @@ def revert(model: nn.Module) -> nn.Module:
     converted = _converted(model)
     if not converted:
         raise ValueError('the model has no converted pool to revert')
-    for path, pool in converted.items():
-        _take(model, path, pool)
-    for module in model.modules():
-        if changes_of(module).guard:
-            change(module, guard=False)
+    _take_all(model, converted)
     return model
 
 
@@ -130,11 +140,12 @@ def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
         _place(model, replaced.pool._replace(path=path), pool)
 
 
-def _refuse_wrapped(model: nn.Module):
+def refuse_wrapped(model: nn.Module):
+    """Raise if the model is inside something that has made a list of its parameters already."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
         raise ValueError(
-            f'convert the model itself before it is wrapped or compiled, got {type(model).__name__}; '
-            'the wrapper would not know the new parameters'
+            f'convert and freeze the model itself before it is wrapped or compiled, got {type(model).__name__}: the '
+            'wrapper would not know the new parameters'
         )
 
 
@@ -192,7 +203,8 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
         pool.to(like.device, like.dtype)
-    return pool
+    beside = found.path if found.host is None else found.path.rpartition('.')[0]
+    return pool.train(model.get_submodule(beside).training)
 
 
 def _next_to_max(options: PoolOptions) -> PoolOptions:
@@ -226,11 +238,9 @@ def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
     native = None
     if found.host is None:
         native = getattr(parent, name)
-        pool.train(native.training)
         for owner, alias in _places(model, native):
             setattr(owner, alias, pool)
     else:
-        pool.train(parent.training)
         setattr(parent, NEW_POOL, pool)
         _move_before(parent, NEW_POOL, found.host.before)
         change(parent, host=found.host)
@@ -252,6 +262,24 @@ def _take(model: nn.Module, path: str, pool: ROTPool):
     replaced.native.train(pool.training)
     for owner, alias in _places(model, pool):
         setattr(owner, alias, replaced.native)
+
+
+def _take_all(model: nn.Module, pools: Mapping[str, ROTPool]):
+    for path, pool in pools.items():
+        _take(model, path, pool)
+    for module in model.modules():
+        if changes_of(module).guard and all(_kind(pool) == 'local' for pool in _converted(module).values()):
+            change(module, guard=False)
+
+
+def _idle(model: nn.Module, inputs: tuple, pools: Mapping[str, ROTPool]) -> list[str]:
+    """Which of the pools do not run."""
+    ran = set()
+    with undisturbed(model):
+        for path, pool in pools.items():
+            pool.register_forward_hook(lambda *_, path=path: ran.add(path))
+        model(*inputs)
+    return [path for path in pools if path not in ran]
 
 
 def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
 from rotp_vision.surgery.families import FAMILY_METHODS
-from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, prefix_before, watch
+from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, source_of, watch
 
 Kind = Literal['global', 'local', 'tokens']
-Layout = Literal['NCHW', 'NHWC', 'NLC', '']
+Layout = Literal['NCHW', 'NHWC', 'NLC', 'NCL', '']
 Reduction = Literal['mean', 'max', 'other']
 
 
@@ -52,7 +52,7 @@ def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) ->
     inputs = example_inputs(model, example_input)
     try:
         trace = watch(model, inputs)
-    except (RuntimeError, ValueError, TypeError, AssertionError, IndexError) as error:
+    except Exception as error:  # of the model's own making
         shape = tuple(inputs[0].shape)
         raise ValueError(
             f'the model did not run on an example of shape {shape}; give example_input=…, an input that it takes '
@@ -104,15 +104,14 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
         and not inside_rot_pool(model, call.path)
     ]
     candidates = sorted(outermost + functions, key=lambda call: call.time)
-    pools = [call for call in candidates if not call.method or _reduction(call)[1] != 'other']
+    pools = [call for call in candidates if not call.method or _probe(call.run, call.input_shape)[1] != 'other']
     if not pools:
         return [(trace.time, _no_pool(model, trace, candidates))]
-    final = pools[-1]
-    same_map = [call for call in pools if call.source == final.source]
-    runs = sum(path == final.path for _, path, *_ in trace.ran)
-    found = []
-    for call in same_map:
-        pool = _module_pool(call) if not call.method else _function_pool(model, trace, inputs, call, len(same_map))
+    in_methods = sum(bool(call.method) for call in pools)
+    found = {}
+    for call in pools:
+        pool = _function_pool(model, trace, inputs, call, in_methods) if call.method else _module_pool(call)
+        runs = sum(path == call.path for _, path, *_ in trace.ran)
         if not call.method and runs > 1:
             pool = pool._replace(replaceable=False, reason=f'{call.path} runs {runs} times in one forward pass')
         if pool.replaceable and _pools_class_maps(model, trace, call):
@@ -120,8 +119,8 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
                 reason='it pools class maps, not features: what follows it is the output itself. If you mean it, name '
                 f'it: where=[{pool.path!r}]'
             )
-        found.append((call.time, pool))
-    return found
+        found[pool.path] = call.time, pool
+    return list(found.values())
 
 
 def _inside(path: str, other: str) -> bool:
@@ -144,12 +143,8 @@ def _size(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-def _reduction(call: Call) -> tuple[Layout, Reduction, bool]:
-    """Layout, mean or max, and whether the axes are dropped, by running the same call on random numbers."""
-    return _probe(call.run, call.input_shape)
-
-
 def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout, Reduction, bool]:
+    """Layout, mean or max, and whether the axes are dropped, by running the same call on random numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu')
     try:
         with torch.no_grad():
@@ -158,7 +153,7 @@ def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout
         return '', 'other', False
     layouts: list[tuple[Layout, tuple[int, ...]]] = [('NCHW', (2, 3)), ('NHWC', (1, 2))]
     if x.dim() == 3:
-        layouts = [('NLC', (1,))]
+        layouts = [('NLC', (1,)), ('NCL', (2,))]
     for layout, axes in layouts if isinstance(out, Tensor) else []:
         expected: list[tuple[Reduction, Tensor]] = [
             ('mean', x.mean(axes, keepdim=True)),
@@ -177,7 +172,7 @@ def _module_pool(call: Call) -> FoundPool:
         reason = 'it is a ROT pool already; revert(model) first if convert put it there'
         layout, reduction, flat = '', 'other', True
     else:
-        layout, reduction, flat = _reduction(call)
+        layout, reduction, flat = _probe(call.run, call.input_shape)
         reason = (
             ''
             if layout in ('NCHW', 'NHWC') and reduction != 'other'
@@ -189,28 +184,31 @@ def _module_pool(call: Call) -> FoundPool:
     return FoundPool(call.path, kind, old, call.input_shape, layout, output, not reason, reason, reduction)
 
 
-def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, siblings: int) -> FoundPool:
-    layout, reduction, flat = _reduction(call)
+def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in_methods: int) -> FoundPool:
+    layout, reduction, flat = _probe(call.run, call.input_shape)
     cls = native_class(call.module)
     old = f'{call.name} in {cls.__name__}.{call.method}'
+    shape = call.input_shape
     host, reason = None, ''
-    if siblings > 1:
-        reason = f'{cls.__name__}.{call.method} reduces the same map in {siblings} ways'
+    if in_methods > 1:
+        reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot stand for all'
     elif FAMILY_METHODS.get(cls) == call.method:
         host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
     elif native_method(cls, call.method) is None:
         reason = f'{old} is not a method with a map as its first argument'
     else:
-        prefix = prefix_before(model, inputs, call)
-        if prefix is None:
+        source = source_of(model, inputs, call)
+        if source is not None and source.prefix == 0:
+            shape, arrange = source.argument_shape, source.arrange
+            layout, reduction, flat = _probe(lambda x: call.run(arrange(x)), shape)
+        if source is None or layout in ('', 'NCL'):
             reason = (
                 f'{old} pools what it has computed itself, so no pool can be put there. Use a module, '
                 f'self.pool = nn.AdaptiveAvgPool2d(1), in place of the function, or pool in a method of its own '
                 f'(def forward_head(self, x))'
             )
         else:
-            host = Host(call.method, layout, prefix, _next_child(trace, call))
-    shape = call.input_shape
+            host = Host(call.method, layout, source.prefix, _next_child(trace, call))
     path = f'{call.path}.{NEW_POOL}' if call.path else NEW_POOL
     kind = 'tokens' if len(shape) == 3 else 'global'
     output = 'flatten' if flat else 'keep dims'
@@ -254,7 +252,8 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         path, old = '', 'no pooling'
         reason = (
             'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
-            'gets one by num_classes=…, global_pool="avg"'
+            'gets one by num_classes=…, global_pool="avg"; an example_input that is larger helps if the map has but '
+            'one pixel'
         )
     elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
         path, old = last.path, 'class token'
@@ -267,7 +266,7 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         reason = 'the classifier reads every position of a fixed grid: one pooled vector would not fit its weights'
     else:
         path, old = last.path, f'{last.name or native_class(last.module).__name__}'
-        reason = f'{old} is neither the mean nor the maximum of each channel'
+        reason = f'{old} is neither the mean nor the maximum over the positions of one map'
     return FoundPool(path, kind, old, shape, '', 'flatten', False, reason)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from rotp_vision.surgery.classes import change, changes_of
-from rotp_vision.surgery.convert import rot_pools
+from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -28,6 +28,8 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
+    refuse_wrapped(model)
+    learning = _learning_modules(model, train)
     if not changes_of(model).frozen:
         model.__dict__[_FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}
         model.__dict__[_MODE] = model.training
@@ -39,7 +41,6 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
             parameter.requires_grad_(name not in fixed)
         model.train(mode)
     else:
-        learning = _learning_modules(model, train)
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         for module in learning:
@@ -67,6 +68,8 @@ def rest_frozen(model: nn.Module, mode: bool):
 
 
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
+    if train == 'all':
+        return []
     pools: list[nn.Module] = list(rot_pools(model).values())
     if not pools:
         raise ValueError('the model has no ROT pool to train; convert(model) first')

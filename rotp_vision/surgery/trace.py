@@ -1,7 +1,6 @@
 """Watching one forward pass: where maps and tokens become single vectors."""
 
 import sys
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +22,8 @@ class Call(NamedTuple):
     method: str  # the calling method of a function; '' for a module
     name: str  # of the function; '' for a module
     run: Callable[[Tensor], Any]  # the same call on another tensor
-    source: int  # a number for the tensor that went in: the same for the same tensor
     input_shape: tuple[int, ...]
     output_shape: tuple[int, ...]
-    device: torch.device
 
 
 def is_spatial(tensor: Any, batch: int) -> bool:
@@ -46,7 +43,6 @@ class Trace(TorchFunctionMode):
         self.paths = {id(module): path for path, module in model.named_modules()}
         self.calls: list[Call] = []
         self.ran: list[tuple[int, str, nn.Module, Any, Any]] = []  # time, path, module, input shape, output shape
-        self._sources: list[weakref.ref] = []
         self.time = 0
         self.last_spatial = 0
 
@@ -86,58 +82,61 @@ class Trace(TorchFunctionMode):
                 method,
                 name,
                 run,
-                self._number(source),
                 tuple(source.shape),
                 tuple(out.shape),
-                source.device,
             )
         )
-
-    def _number(self, source: Tensor) -> int:
-        for number, known in enumerate(self._sources):
-            if known() is source:
-                return number
-        self._sources.append(weakref.ref(source))
-        return len(self._sources) - 1
 
     def _calling_method(self) -> tuple[nn.Module, str] | None:
         """The innermost method of a module of the model on the stack."""
         frame = sys._getframe(2)
         while frame is not None:
-            owner = frame.f_locals.get('self')
-            if isinstance(owner, nn.Module) and id(owner) in self.paths:
-                return owner, frame.f_code.co_name
+            owner, name = frame.f_locals.get('self'), frame.f_code.co_name
+            if isinstance(owner, nn.Module) and id(owner) in self.paths and not name.startswith('<'):  # comprehensions
+                return owner, name
             frame = frame.f_back
         return None
 
 
+class Source(NamedTuple):
+    """What a method pools: its argument, without some tokens or with its axes arranged otherwise."""
+
+    argument_shape: tuple[int, ...]
+    prefix: int  # tokens dropped first
+    arrange: Callable[[Tensor], Tensor]
+
+
 class ArgumentTrace(TorchFunctionMode):
-    """Whether a function call inside a method works on the method's own argument, as it is or without its prefix."""
+    """Whether a function call inside a method works on the method's own argument."""
+
+    ARRANGING = ('flatten', 'permute', 'transpose')
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
-        self.prefix: int | None = None  # tokens dropped before the call; None while no such call was seen
-        self._argument: Tensor | None = None
-        self._without_prefix: list[tuple[Tensor, int]] = []
+        self.source: Source | None = None  # None while no such call was seen
+        self._known: list[tuple[Tensor, Source]] = []
 
     def enter(self, argument: Any):
-        self._argument = argument
-        self._without_prefix = [(argument, 0)]
+        if isinstance(argument, Tensor):
+            self._known = [(argument, Source(tuple(argument.shape), 0, lambda x: x))]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = getattr(func, '__name__', '')
-        if self._argument is None or not args:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        source = next((source for tensor, source in self._known if args and args[0] is tensor), None)
+        if source is None:
             return out
-        if name == '__getitem__' and args[0] is self._argument:
-            prefix = _dropped_prefix(args[1])
-            if prefix is not None:
-                self._without_prefix.append((out, prefix))
+        name, rest = getattr(func, '__name__', ''), args[1:]
         if name == self.name:
-            for tensor, prefix in self._without_prefix:
-                if args[0] is tensor:
-                    self.prefix = prefix
+            self.source = source
+        elif name == '__getitem__' and source is self._known[0][1]:
+            prefix = _dropped_prefix(rest[0])
+            if prefix is not None:
+                self._known.append((out, source._replace(prefix=prefix)))
+        elif name in self.ARRANGING and source.prefix == 0:
+            before = source.arrange
+            self._known.append((out, source._replace(arrange=lambda x: func(before(x), *rest, **kwargs))))
         return out
 
 
@@ -183,8 +182,8 @@ def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
     return trace
 
 
-def prefix_before(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> int | None:
-    """How many tokens the method of a function call drops of its argument first; None if it does anything else."""
+def source_of(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> Source | None:
+    """What the method of a function call has made of its argument before; None if the call works on something else."""
     trace = ArgumentTrace(call.name)
     native = getattr(call.module, call.method)
     patched = call.module.__dict__.get(call.method)
@@ -202,7 +201,7 @@ def prefix_before(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> int 
             del call.module.__dict__[call.method]
             if patched is not None:
                 call.module.__dict__[call.method] = patched
-    return trace.prefix
+    return trace.source
 
 
 def inside_rot_pool(model: nn.Module, path: str) -> bool:

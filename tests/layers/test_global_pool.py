@@ -183,7 +183,7 @@ def test_copies_and_pickles():
 
 
 def test_bad_input():
-    with pytest.raises(ValueError, match=r'x must be a feature map with 4 axes \(NCHW\), got \(2, 3, 4\)'):
+    with pytest.raises(ValueError, match=r'x must be a feature map with 4 axes \(NCHW\), got \[2, 3, 4\]'):
         GlobalROTPool2d()(torch.rand(2, 3, 4))
     with pytest.raises(ValueError, match="input_fmt must be 'NCHW' or 'NHWC', got 'NLC'"):
         GlobalROTPool2d(input_fmt='NLC')

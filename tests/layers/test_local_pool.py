@@ -91,7 +91,7 @@ def test_gradcheck():
 def test_unbatched_and_bad_input():
     pool = LocalROTPool2d(kernel_size=3)
     assert pool(torch.rand(2, 6, 6)).shape == (2, 2, 2)
-    with pytest.raises(ValueError, match=r'x must be a feature map \(B, C, H, W\) or \(C, H, W\), got \(4, 4\)'):
+    with pytest.raises(ValueError, match=r'x must be a feature map \(B, C, H, W\) or \(C, H, W\), got \[4, 4\]'):
         pool(torch.rand(4, 4))
     with pytest.raises(ValueError, match=r'padding 0.* does not fit a map of height 2'):
         pool(torch.rand(1, 1, 2, 5))

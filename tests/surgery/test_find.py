@@ -6,7 +6,7 @@ import torch
 import torchvision
 from torch import nn
 
-from rotp_vision import find_pools
+from rotp_vision import convert, find_pools
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
@@ -61,6 +61,13 @@ class Both(Own):
         return self.classify(torch.cat([self.squash(x), self.most(x)], 1).flatten(1))
 
 
+class TwoScales(Both):
+    def forward(self, x):
+        x = self.features(x)
+        y = x[:, :, ::2, ::2]
+        return self.classify(torch.cat([self.squash(x), self.most(y)], 1).flatten(1))
+
+
 @pytest.mark.parametrize(
     ('model', 'paths', 'reductions'),
     [
@@ -69,8 +76,9 @@ class Both(Own):
         (Own(nn.Sequential(nn.ReLU(), nn.AvgPool2d(8))), ['squash.1'], ['mean']),
         (Own(nn.AdaptiveMaxPool2d(1)), ['squash'], ['max']),
         (Both(), ['squash', 'most'], ['mean', 'max']),
+        (TwoScales(), ['squash', 'most'], ['mean', 'max']),
     ],
-    ids=['squeeze and excitation', 'own module', 'full window', 'max', 'two of one map'],
+    ids=['squeeze and excitation', 'own module', 'full window', 'max', 'two of one map', 'two maps'],
 )
 def test_pools_of_own_models(model, paths, reductions):
     pools = outer(model, torch.randn(2, 3, 16, 16))
@@ -92,18 +100,17 @@ class Headed(Own):
         return self.classify(x.mean((2, 3)))
 
 
-class NormFirst(Own):
-    def forward(self, x):
-        return self.head(self.features(x))
+class Arranging(Headed):
+    def head(self, x):
+        return self.classify(x.permute(0, 2, 3, 1).flatten(1, -2).mean(1))
 
+
+class NormFirst(Headed):
     def head(self, x):
         return self.classify(x.relu().mean((2, 3)))
 
 
-class TwoWays(Own):
-    def forward(self, x):
-        return self.head(self.features(x))
-
+class TwoWays(Headed):
     def head(self, x):
         return self.classify(x.mean((2, 3)) + x.amax((2, 3)))
 
@@ -119,9 +126,16 @@ class Median(nn.Module):
         return x.flatten(2).median(2).values
 
 
-def test_a_method_that_pools_its_argument():
-    (pool,) = outer(Headed(), torch.randn(2, 3, 16, 16))
-    assert (pool.path, pool.replaceable, pool.old) == ('rot_pool', True, 'mean in Headed.head')
+@pytest.mark.parametrize('network', [Headed, Arranging])
+def test_a_method_that_pools_its_argument(network):
+    model, x = network().eval(), torch.randn(2, 3, 16, 16)
+    (pool,) = outer(model, x)
+    assert (pool.path, pool.replaceable, pool.old) == ('rot_pool', True, f'mean in {network.__name__}.head')
+    assert (pool.kind, pool.layout, pool.input_shape) == ('global', 'NCHW', (2, 8, 8, 8))
+    native = model(x)
+    convert(model, example_input=x)
+    model.rot_pool.set_weights(smoothness=1e7)
+    torch.testing.assert_close(model(x), native, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,7 @@ def test_a_method_that_pools_its_argument():
     [
         (Functional(), 'mean in Functional.forward', r'self\.pool = nn\.AdaptiveAvgPool2d\(1\)'),
         (NormFirst(), 'mean in NormFirst.head', 'computed itself'),
-        (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'in 2 ways'),
+        (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'one of 2 poolings'),
         (Twice(), 'AdaptiveAvgPool2d', 'runs 2 times'),
         (Own(Median()), 'Median', 'neither the mean nor the maximum'),
     ],

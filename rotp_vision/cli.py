@@ -1,0 +1,215 @@
+"""The command line: rotp-vision convert | inspect | revert | verify."""
+
+import argparse
+import ast
+import copy
+import logging
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
+from torch import nn
+from torch.utils.data import DataLoader
+
+from rotp_vision.calibration import calibrate
+from rotp_vision.evaluation import ImageFiles, compare
+from rotp_vision.hub import build, load_pretrained, read_state_dict, save_pretrained, write_state_dict
+from rotp_vision.layers import pool_options
+from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
+from rotp_vision.surgery.convert import DEFAULT
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(arguments)
+    logging.basicConfig(format='%(message)s', level=logging.WARNING)
+    try:
+        args.run(args)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f'rotp-vision {args.command}: {error}', file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser('rotp-vision', description='Regularized optimal transport pooling for networks.')
+    commands = parser.add_subparsers(dest='command', required=True)
+
+    command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
+    _add_source(command)
+    command.add_argument('--pool', default=DEFAULT.solver, help='sinkhorn (default), badmm-e or badmm-q')
+    command.add_argument(
+        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=rms --set step=5'
+    )
+    command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
+    command.add_argument('--start', choices=['mean', 'paper'], default='mean', help='where the weights start')
+    command.add_argument('--calibrate', metavar='FOLDER', help='choose the start from images in class folders')
+    command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
+    command.add_argument('--force', action='store_true', help='overwrite an existing output')
+    command.set_defaults(run=_convert)
+
+    command = commands.add_parser('inspect', help='show what pools a network has, and what their weights are')
+    _add_source(command)
+    command.set_defaults(run=_inspect)
+
+    command = commands.add_parser('revert', help='give back the native network of a converted one')
+    command.add_argument('model', help='directory that `convert` wrote')
+    command.add_argument('--output', required=True, help='file to write (.safetensors)')
+    command.add_argument('--force', action='store_true', help='overwrite an existing output')
+    command.set_defaults(run=_revert)
+
+    command = commands.add_parser('verify', help='compare a converted network with the original on images')
+    command.add_argument('model', help='directory that `convert` or training wrote')
+    command.add_argument('--images', required=True, help='folder of images, in class folders for accuracies')
+    command.add_argument('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
+    command.add_argument('--checkpoint', help='weights of the original, where it is a name')
+    command.add_argument('--limit', type=int, help='use only so many images')
+    _add_loading(command)
+    command.set_defaults(run=_verify)
+    return parser
+
+
+def _add_source(command: argparse.ArgumentParser):
+    command.add_argument(
+        'model', help="timm's name, 'torchvision:NAME', 'hf-hub:ID', or a directory that `convert` wrote"
+    )
+    command.add_argument('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
+    command.add_argument('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
+    command.add_argument('--num-classes', type=int, help='classes of the network, where not the default')
+
+
+def _add_loading(command: argparse.ArgumentParser):
+    command.add_argument('--batch-size', type=int, default=32)
+    command.add_argument('--workers', type=int, default=2)
+    command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+
+
+def _load(args: argparse.Namespace) -> nn.Module:
+    """The network that `model`, `--checkpoint`, `--pretrained` and `--num-classes` describe, in eval mode."""
+    if Path(args.model).is_dir():
+        return load_pretrained(args.model)
+    kwargs: dict[str, Any] = {} if args.num_classes is None else {'num_classes': args.num_classes}
+    from_hub = args.model.startswith('hf-hub:')
+    if args.checkpoint and (args.pretrained or from_hub):
+        raise ValueError('give either --checkpoint or pretrained weights, not both')
+    if args.pretrained and args.model.startswith('torchvision:'):
+        kwargs['weights'] = 'DEFAULT'
+    elif args.pretrained or from_hub:
+        kwargs['pretrained'] = True
+    model = build(args.model, **kwargs)
+    if args.checkpoint:
+        _load_weights(model, args)
+    return model.eval()
+
+
+def _load_weights(model: nn.Module, args: argparse.Namespace):
+    state = read_state_dict(args.checkpoint)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        reason = '\n  '.join(textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5])
+        raise ValueError(
+            f'{args.checkpoint} does not fit {args.model}:\n  {reason}\n'
+            'choose the network that it was trained with, and its --num-classes'
+        ) from error
+
+
+def _convert(args: argparse.Namespace):
+    if Path(args.output).exists() and not args.force:
+        raise ValueError(f'{args.output} exists; choose another --output, or overwrite it with --force')
+    options = pool_options(
+        (DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool})
+        | dict(_assignment(text) for text in args.set)
+    )
+    model = _load(args)
+    where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
+    convert(model, options, where=where, start=args.start)
+    print(describe(model))
+    if args.calibrate:
+        images = ImageFiles(args.calibrate, _transform(model))
+        if images.why_no_labels(model):
+            raise ValueError(f'--calibrate needs labels, but {images.why_no_labels(model)}')
+        report = calibrate(model, DataLoader(images, batch_size=32, shuffle=True))
+        print(f'\ncalibrated on {report.num_images} images\n{report.table(limit=10)}')
+    base = args.model if not args.model.startswith('hf-hub:') else None
+    arguments = None if args.num_classes is None else {'num_classes': args.num_classes}
+    directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
+    print(f"\nwrote {directory}; load it by\n  rotp_vision.load_pretrained('{directory}')")
+    print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition('=')
+    if not equals:
+        raise ValueError(f'--set takes OPTION=VALUE, got {text!r}')
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def _inspect(args: argparse.Namespace):
+    model = _load(args)
+    pools = rot_pools(model)
+    if pools:
+        print(describe(model))
+        for path, pool in pools.items():
+            print(f'\n{path}: {pool.extra_repr()}')
+            for name, value in pool.named_weights().items():
+                values = value.flatten().tolist()
+                shown = ', '.join(f'{v:.4g}' for v in values[:8]) + (f', … ({len(values)})' if len(values) > 8 else '')
+                print(f'  {name:16} {shown}')
+        return
+    table = Table('path', 'kind', 'pools now', 'input', 'can be replaced')
+    for pool in find_pools(model):
+        shape = ' × '.join(str(size) for size in pool.input_shape[1:])
+        verdict = pool.reason or 'yes'
+        table.add_row(pool.path, pool.kind, pool.old, shape, verdict)
+    Console().print(table)
+
+
+def _revert(args: argparse.Namespace):
+    model = revert(load_pretrained(args.model))
+    print(f'wrote {write_state_dict(model, args.output, force=args.force)}')
+
+
+def _transform(model: nn.Module) -> Any:
+    return create_transform(**resolve_data_config({}, model=model))
+
+
+def _verify(args: argparse.Namespace):
+    model = load_pretrained(args.model)
+    if args.original is None:
+        if args.checkpoint:
+            raise ValueError('--checkpoint goes with --original NAME')
+        original = revert(copy.deepcopy(model))
+    elif Path(args.original).is_dir():
+        original = load_pretrained(args.original)
+    else:
+        args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, None
+        original = _load(args)
+    images = ImageFiles(args.images, _transform(model), args.limit)
+    loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)
+    unlabelled = images.why_no_labels(model)
+    result = compare(original, model, loader, not unlabelled, args.device)
+    if result.top1 is None or result.top5 is None:
+        print(f'no accuracies: {unlabelled}')
+    else:
+        table = Table('', 'original', 'converted')
+        table.add_row('top-1 %', *(f'{100 * value:.2f}' for value in result.top1))
+        table.add_row('top-5 %', *(f'{100 * value:.2f}' for value in result.top5))
+        Console().print(table)
+    print(
+        f'{result.num_images} images: same prediction {100 * result.agreement:.2f} %, '
+        f'largest logit difference {result.largest_difference:.4g}'
+    )
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Comparing two networks on a folder of images."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+
+class ImageFiles(Dataset):
+    """The images of a folder, labelled where they lie in one folder per class.
+
+    Args:
+        root: the folder.
+        transform: from an image to a tensor.
+        limit: use only so many images, evenly spread.
+    """
+
+    def __init__(self, root: str | Path, transform: Callable[[Image.Image], Any], limit: int | None = None):
+        self.root, self.transform = Path(root), transform
+        if not self.root.is_dir():
+            raise ValueError(f'there is no folder of images at {self.root}')
+        files = sorted(path for path in self.root.rglob('*') if path.suffix.lower() in IMG_EXTENSIONS)
+        if not files:
+            raise ValueError(f'there are no images in {self.root} (looked for {", ".join(IMG_EXTENSIONS)})')
+        self.classes = sorted({path.relative_to(self.root).parts[0] for path in files if path.parent != self.root})
+        self.files = files if limit is None else files[:: max(1, len(files) // limit)][:limit]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """The image, and the index of its class folder (-1 where there is none)."""
+        path = self.files[index]
+        try:
+            with Image.open(path) as image:
+                tensor = self.transform(image.convert('RGB'))
+        except OSError as error:
+            raise ValueError(f'{path} is not an image that can be read: {error}') from error
+        folder = path.relative_to(self.root).parts[0]
+        return tensor, self.classes.index(folder) if folder in self.classes else -1
+
+    def why_no_labels(self, model: nn.Module) -> str:
+        """Why the folders cannot be the classes of the model; empty if they can."""
+        num_classes = getattr(model, 'num_classes', None)
+        if not self.classes:
+            return f'{self.root} has no class folders'
+        if num_classes is not None and len(self.classes) != num_classes:
+            return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
+        return ''
+
+
+class Comparison(NamedTuple):
+    """Two networks on the same images; accuracies as (original, converted), None without labels."""
+
+    num_images: int
+    top1: tuple[float, float] | None
+    top5: tuple[float, float] | None
+    agreement: float
+    largest_difference: float
+
+
+def compare(
+    original: nn.Module,
+    converted: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    labelled: bool,
+    device: torch.device | str = 'cpu',
+) -> Comparison:
+    """Both networks, in eval mode, on every image of the loader."""
+    networks = [original.to(device).eval(), converted.to(device).eval()]
+    hits = torch.zeros(2, 2, dtype=torch.float64)  # networks × (top-1, top-5)
+    count, agreed, largest = 0, 0, 0.0
+    with torch.inference_mode():
+        for images, labels in tqdm(loader, desc='comparing', unit='batch'):
+            logits = [network(images.to(device)).float().cpu() for network in networks]
+            if logits[0].shape != logits[1].shape:
+                raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
+            count += len(images)
+            agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
+            largest = max(largest, float((logits[0] - logits[1]).abs().max()))
+            for i, one in enumerate(logits):
+                correct = one.topk(min(5, one.shape[1]), 1).indices == labels[:, None]
+                hits[i] += torch.stack([correct[:, 0].sum(), correct.any(1).sum()])
+    if not labelled:
+        return Comparison(count, None, None, agreed / count, largest)
+    (top1, top5), (new_top1, new_top5) = (hits / count).tolist()
+    return Comparison(count, (top1, new_top1), (top5, new_top5), agreed / count, largest)

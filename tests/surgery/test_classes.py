@@ -1,0 +1,102 @@
+"""Converted networks survive what timm does to networks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from rotp_vision import GlobalROTPool2d, convert, freeze, revert, rot_pools
+from tests.surgery.networks import CASES, NAMES, make
+
+TIMM = [name for name in NAMES if not name.startswith('tv_') and name != 'own']
+
+
+@pytest.mark.parametrize('name', TIMM)
+def test_a_new_classifier_keeps_the_trained_pool(name):
+    model, x = make(name)
+    native = type(model)
+    convert(model, example_input=x)
+    (pool,) = rot_pools(model).values()
+    for reset in (lambda m: m.reset_classifier(7), lambda m: m.reset_classifier(5, global_pool='rotp')):
+        reset(model)
+        assert rot_pools(model) == {CASES[name].path: pool}
+        assert not pool.training
+        assert model(x).shape == (2, model.num_classes)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    again.reset_classifier(3)
+    assert list(rot_pools(again)) == [CASES[name].path]
+    assert again(x).shape == (2, 3)
+
+    model.reset_classifier(7, global_pool='avg')
+    assert type(model) is native
+    assert not rot_pools(model)
+    assert model(x).shape == (2, 7)
+    assert 'rotp' not in repr(model)
+
+
+@pytest.mark.parametrize('name', ['resnet', 'convnext', 'repvit'])
+def test_no_classifier_and_no_pool(name):
+    model, x = make(name)
+    convert(model, example_input=x)
+    model.reset_classifier(0)
+    assert model(x).shape == (2, model.num_features)
+    assert rot_pools(model)
+    model.reset_classifier(0, '')
+    assert model(x).dim() == 4
+    assert not rot_pools(model)
+
+
+def test_revert_after_a_new_classifier():
+    model, x = make('resnet')
+    native = type(model.global_pool)
+    convert(model, example_input=x).reset_classifier(7)
+    revert(model)
+    assert type(model.global_pool) is native
+    assert model(x).shape == (2, 7)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@pytest.mark.parametrize('name', ['resnet', 'mambaout', 'vit'])
+def test_a_network_inside_another(name):
+    inner, x = make(name)
+    native, keys = inner(x), list(inner.state_dict())
+    wrapper = convert(Wrapper(inner), example_input=x)
+    path = CASES[name].path
+    assert list(rot_pools(wrapper)) == [f'model.{path}']
+    inner.reset_classifier(inner.num_classes)
+    assert list(rot_pools(wrapper)) == [f'model.{path}']
+    inner.reset_classifier(7)
+    assert wrapper(x).shape == (2, 7)
+    assert list(revert(inner).state_dict()) == keys
+    assert native.shape == (2, 1000)
+
+
+def test_a_converted_network_is_reverted_inside_a_wrapper():
+    model, x = make('repvit')
+    native = model(x)
+    convert(model, example_input=x)
+    assert torch.equal(revert(nn.DataParallel(model))(x), native)
+
+
+def test_changes_are_independent():
+    model, x = make('repvit')
+    native = type(model)
+    convert(model, example_input=x)
+    freeze(model)
+    model.reset_classifier(7)
+    assert isinstance(model.rot_pool, GlobalROTPool2d)
+    assert not model.train().training
+    freeze(model, 'all')
+    assert model.train().training
+    assert rot_pools(model)
+    assert type(revert(model)) is native

@@ -1,0 +1,336 @@
+"""Conversion changes the pooling and nothing else, and can be undone."""
+
+import copy
+import logging
+import pickle
+from collections import OrderedDict
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load, save
+from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from rotp_vision import LocalROTPool2d, PoolOptions, convert, describe, find_pools, revert, rot_pools
+from rotp_vision.surgery import DEFAULT
+from tests.surgery.networks import CASES, NAMES, Own, make
+
+
+def sharpen(model):
+    """Weights that a training could have found: not a start, and not the mean."""
+    for pool in rot_pools(model).values():
+        pool.set_weights(smoothness=0.7)
+
+
+def distance(x, y):
+    return float((x - y).detach().norm() / y.detach().norm())
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_every_kind_of_network(name):
+    model, x = make(name)
+    with torch.no_grad():
+        native = model(x)
+        kind, keys = type(model), list(model.state_dict())
+        modules = [path for path, _ in model.named_modules()]
+
+        assert convert(model, example_input=x) is model
+        assert list(rot_pools(model)) == [CASES[name].path]
+        assert isinstance(model, kind)
+        assert [key for key in model.state_dict() if not key.startswith(CASES[name].path)] == keys
+        (pool,) = rot_pools(model).values()
+        assert not pool.training
+        assert all(parameter.requires_grad for parameter in pool.parameters())
+        assert model(x).shape == native.shape
+
+        # In the limit it is the network that it was: the pool reads the right axes of the right tensor.
+        pool.set_weights(smoothness=1e7)
+        torch.testing.assert_close(model(x), native, rtol=1e-3, atol=1e-4 * float(native.abs().max()))
+
+        sharpen(model)
+        trained = model(x)
+        assert distance(trained, native) > 1e-3
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert type(copied) is type(model)
+            assert torch.equal(copied(x), trained)
+            assert torch.equal(revert(copied)(x), native)
+
+        fresh = convert(CASES[name].make().eval(), example_input=x)
+        state = OrderedDict(load(save(model.state_dict())))
+        state._metadata = model.state_dict()._metadata  # torchvision's MNASNet reads its version there
+        fresh.load_state_dict(state)
+        assert torch.equal(fresh(x), trained)
+
+        assert revert(model) is model
+        assert type(model) is kind
+        assert list(model.state_dict()) == keys
+        assert [path for path, _ in model.named_modules()] == modules
+        assert torch.equal(model(x), native)
+
+
+@pytest.mark.parametrize('name', ['resnet', 'mambaout', 'vit', 'tv_densenet', 'own'])
+def test_gradients_reach_the_pool_and_what_is_before_it(name):
+    model, x = make(name)
+    convert(model, PoolOptions('sinkhorn', view='rms', gain='channel'), example_input=x)
+    model(x).square().mean().backward()
+    assert all(parameter.grad.any() for pool in rot_pools(model).values() for parameter in pool.parameters())
+    assert next(model.parameters()).grad.any()
+
+
+@pytest.mark.parametrize('name', ['resnet', 'swin', 'repvit', 'vit'])
+def test_channels_are_known_to_the_pool(name):
+    model, x = make(name)
+    convert(model, {'solver': 'badmm-e', 'prior': 'attention', 'gain': 'channel'}, example_input=x)
+    (pool,) = rot_pools(model).values()
+    assert pool.gain().shape == (model.num_features,)
+    assert model(x).isfinite().all()
+
+
+def test_default_is_sinkhorn_on_a_scale_free_view():
+    assert PoolOptions('sinkhorn', view='rms', gain='scalar') == DEFAULT
+    model, x = make('resnet')
+    native = model(x)
+    (pool,) = rot_pools(convert(model, example_input=x)).values()
+    assert pool.options == PoolOptions('sinkhorn', view='rms', gain='scalar', start='mean')
+    assert distance(model(x), native) < 0.02
+
+
+@pytest.mark.parametrize(
+    ('pool', 'start', 'smoothness'),
+    [
+        ('badmm-e', 'paper', 0.6931),
+        ('badmm-e', 'mean', 1000.0),
+        (PoolOptions('sinkhorn', start='paper'), None, 0.6931),
+        (PoolOptions('sinkhorn', start='paper', view='rms'), 'mean', 50.0),
+        ({'solver': 'sinkhorn', 'smoothness': 4.0}, 'mean', 4.0),
+    ],
+)
+def test_start(pool, start, smoothness):
+    model, x = make('own')
+    convert(model, pool, start=start, example_input=x)
+    assert float(model.squash.named_weights()['smoothness'].flatten()[0]) == pytest.approx(smoothness, rel=1e-3)
+
+
+def test_hooks_and_other_references_stay():
+    model, x = make('resnet')
+    seen = []
+    model.global_pool.register_forward_hook(lambda *_: seen.append('native pool'))
+    model.layer4.register_forward_hook(lambda *_: seen.append('layer4'))
+    model.register_forward_pre_hook(lambda *_: seen.append('model'))
+    layer4, fc = model.layer4, model.fc
+    convert(model, example_input=x)
+    assert seen == []
+    model(x)
+    assert seen == ['model', 'layer4']
+    assert model.layer4 is layer4
+    assert model.fc is fc
+    revert(model)(x)
+    assert seen[2:] == ['model', 'layer4', 'native pool']
+
+
+def test_dtype_memory_format_training_and_requires_grad_stay():
+    model, x = make('mambaout')
+    model.to(torch.bfloat16, memory_format=torch.channels_last).train()
+    model.stem.requires_grad_(False)
+    strides = [parameter.stride() for parameter in model.parameters()]
+    convert(model)
+    (pool,) = rot_pools(model).values()
+    assert pool.training
+    assert {parameter.dtype for parameter in pool.parameters()} == {torch.bfloat16}
+    assert [p.stride() for name, p in model.named_parameters() if 'rot_pool' not in name] == strides
+    assert not any(parameter.requires_grad for parameter in model.stem.parameters())
+    assert model(x.bfloat16()).dtype == torch.bfloat16
+    model.eval()
+    assert not revert(model).training
+
+
+def test_the_classifier_stays_last():
+    for name in ('repvit', 'mambaout', 'vit', 'tv_densenet'):
+        model, x = make(name)
+        last = [key for key, _ in model.named_parameters()][-2:]
+        convert(model, example_input=x)
+        assert [key for key, _ in model.named_parameters()][-2:] == last
+
+
+def test_average_of_weights_follows():
+    model, x = make('repvit')
+    convert(model, example_input=x)
+    average = ModelEmaV3(model, decay=0.5)
+    sharpen(model)
+    before = float(average.module.rot_pool.weights.smoothness.start[0])
+    average.update(model)
+    assert float(average.module.rot_pool.weights.smoothness.start[0]) != before
+    assert average(x).shape == model(x).shape
+
+
+def test_a_native_checkpoint_loads_strictly_into_a_converted_network():
+    model, x = make('convnext')
+    state = model.state_dict()
+    other = convert(CASES['convnext'].make().eval(), example_input=x)
+    sharpen(other)
+    other.load_state_dict(state)
+    assert float(rot_pools(other)['head.global_pool'].named_weights()['smoothness'][0]) == pytest.approx(0.7)
+    assert torch.equal(revert(other)(x), model(x))
+
+
+@pytest.mark.parametrize('name', ['resnet', 'vit', 'tv_densenet'])
+def test_compile_without_breaks(name):
+    model, x = make(name)
+    convert(model, example_input=x)
+    sharpen(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend='aot_eager')
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_an_alias_of_a_pool_is_replaced_with_it():
+    model = Own()
+    model.other_name = model.squash
+    convert(model, example_input=torch.randn(2, 3, 16, 16))
+    assert model.other_name is model.squash
+    revert(model)
+    assert model.other_name is model.squash
+    assert type(model.squash) is nn.AdaptiveAvgPool2d
+
+
+def test_it_says_what_it_changed(caplog):
+    model, x = make('own')
+    with caplog.at_level(logging.INFO, 'rotp_vision'):
+        convert(model, example_input=x)
+    assert describe(model) in caplog.text
+    head, rule, row = describe(model).splitlines()
+    assert head.split('  ')[0].strip() == 'path'
+    assert set(rule) == {'-', ' '}
+    for cell in ('squash', 'AdaptiveAvgPool2d(output_size=1)', 'GlobalROTPool2d(sinkhorn', '4', '8 × 8 × 8'):
+        assert cell in row
+
+
+# Local pools
+
+
+class Stem(Own):
+    def __init__(self, pool: nn.Module):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), pool)
+
+
+LOCAL = [
+    nn.MaxPool2d(2),
+    nn.MaxPool2d(3, 2, 1),
+    nn.MaxPool2d(3, 2, 0, ceil_mode=True),
+    nn.MaxPool2d(3, 1, 1),
+    nn.MaxPool2d(2, 2, 1, dilation=2),
+    MaxPool2dSame(3, 2),
+    nn.AvgPool2d(2),
+    nn.AvgPool2d(2, 2, 0, ceil_mode=True, count_include_pad=False),
+    nn.AvgPool2d(3, 2, 1),
+    nn.AvgPool2d(3, 2, 1, ceil_mode=True),
+    nn.AvgPool2d(3, 2, 1, count_include_pad=False),
+    AvgPool2dSame(3, 2),
+    AvgPool2dSame(2, 1, count_include_pad=False),
+]
+
+
+@pytest.mark.parametrize('solver', ['sinkhorn', 'badmm-e'])
+@pytest.mark.parametrize('pool', LOCAL, ids=repr)
+def test_local_pools_start_next_to_what_they_replace(pool, solver):
+    torch.manual_seed(0)
+    model, x = Stem(copy.deepcopy(pool)).eval(), torch.randn(2, 3, 13, 18)
+    features = nn.Sequential(*model.features)  # the children, native
+    native = features(x).detach()
+    convert(model, {'solver': solver, 'view': 'rms'}, where='local', example_input=x)
+    assert isinstance(model.features[2], LocalROTPool2d)
+    assert isinstance(model.squash, nn.AdaptiveAvgPool2d)
+    assert model.features(x).shape == native.shape
+    assert distance(model.features(x), native) < (0.001 if isinstance(pool, nn.MaxPool2d) else 0.02)
+    assert repr(revert(model).features[2]) == repr(pool)
+
+
+def test_all_pools_of_a_network():
+    model, x = make('tv_resnet')
+    native = model(x)
+    convert(model, where='all', example_input=x)
+    assert list(rot_pools(model)) == ['maxpool', 'avgpool']
+    assert distance(model(x), native) < 0.05
+    revert(model)
+    convert(model, where=['maxpool'], example_input=x)
+    convert(model, where='global', example_input=x)
+    assert list(rot_pools(model)) == ['maxpool', 'avgpool']
+    assert torch.equal(revert(model)(x), native)
+
+
+def test_a_global_max_pool_starts_next_to_the_maximum():
+    model, x = Own(nn.AdaptiveMaxPool2d(1)).eval(), torch.randn(2, 3, 16, 16)
+    native = model(x)
+    assert distance(convert(model, example_input=x)(x), native) < 0.01
+
+
+def test_what_is_left_alone_can_be_named():
+    model, x = Stem(nn.AvgPool2d(3, 1, 1, count_include_pad=False)).eval(), torch.randn(2, 3, 12, 12)
+    with pytest.raises(ValueError, match=r'found no local pool to replace\. Left alone: features\.2: .* mixes tokens'):
+        convert(model, where='local', example_input=x)
+    convert(model, where=['features.2'], example_input=x)
+    assert list(rot_pools(model)) == ['features.2']
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ('maker', 'arguments', 'message'),
+    [
+        (lambda: timm.create_model('test_vit'), {}, r'class token.*global_pool="avg"'),
+        (lambda: timm.create_model('test_resnet'), {'where': 'everything'}, r"where must be 'global', 'local', 'all'"),
+        (lambda: timm.create_model('test_resnet'), {'where': ['fc']}, r'where must name pools of the model \(.*global'),
+        (lambda: timm.create_model('test_resnet'), {'where': []}, 'where must name pools'),
+        (lambda: timm.create_model('test_resnet', global_pool='avgmax'), {}, 'neither the mean nor the maximum'),
+        (lambda: timm.create_model('test_mambaout'), {'where': 'local'}, 'found no local pool to replace'),
+        (lambda: timm.create_model('resnet18_rotp'), {}, 'cannot replace global_pool .* ROT pool already'),
+        (lambda: convert(timm.create_model('test_resnet')), {}, 'ROT pool already; revert'),
+        (lambda: convert(timm.create_model('test_mambaout')), {}, 'ROT pool already; revert'),
+        (lambda: timm.create_model('test_resnet'), {'pool': 'sinkhom'}, 'solver must be one of'),
+        (lambda: timm.create_model('test_resnet'), {'start': 'max'}, 'start must be one of'),
+        (lambda: nn.DataParallel(Own()), {}, 'before it is wrapped'),
+        (lambda: torch.compile(Own()), {}, 'before it is wrapped or compiled'),
+    ],
+)
+def test_errors_name_what_to_do(maker, arguments, message):
+    model = maker()
+    kind, keys = type(model), list(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        convert(model, **arguments)
+    assert type(model) is kind
+    assert list(model.state_dict()) == keys
+
+
+class Elsewhere(Own):
+    def __init__(self):
+        super().__init__()
+        self.pools = (self.squash,)
+
+    def forward(self, x):
+        return self.classify(self.pools[0](self.features(x)).flatten(1))
+
+
+def test_a_pool_that_is_called_by_another_reference():
+    model, x = Elsewhere(), torch.randn(2, 3, 16, 16)
+    with pytest.raises(ValueError, match=r'cannot replace squash: .* another reference'):
+        convert(model, example_input=x)
+    assert type(model.squash) is nn.AdaptiveAvgPool2d
+
+
+def test_nothing_to_revert():
+    with pytest.raises(ValueError, match='no converted pool'):
+        revert(timm.create_model('resnet18_rotp'))
+
+
+def test_class_maps_by_name():
+    from torchvision.models import squeezenet1_1
+
+    model, x = squeezenet1_1().eval(), torch.randn(2, 3, 64, 64)
+    with pytest.raises(ValueError, match=r"pools class maps.*where=\['classifier.3'\]"):
+        convert(model, example_input=x)
+    assert convert(model, where=['classifier.3'], example_input=x)(x).shape == (2, 1000)
+    assert find_pools(model, x)[-1].path == 'classifier.3'

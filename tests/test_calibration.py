@@ -1,0 +1,119 @@
+import copy
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.nn import functional as F
+
+import rotp_vision
+from rotp_vision import PoolOptions, calibrate, convert, rot_pools
+
+DATA = Path(__file__).parents[2] / 'shared' / 'data'
+
+
+class Peaks(nn.Module):
+    """Classes are told by the largest value of a channel, under noise that drowns the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.global_pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.eye(4) * 4)
+            self.fc.bias.zero_()
+
+    def forward_head(self, x):
+        return self.fc(self.global_pool(x).flatten(1))
+
+    def forward(self, x):
+        return self.forward_head(x)
+
+
+def peaks(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(count, 4, 8, 8, generator=generator)
+    y = torch.randint(4, (count,), generator=generator)
+    pixel = torch.randint(64, (count,), generator=generator)
+    x.flatten(2)[torch.arange(count), y, pixel] += 0.6
+    return x, y
+
+
+@pytest.mark.parametrize('options', ['sinkhorn', 'badmm-e', {'solver': 'badmm-e', 'coupled': True}])
+def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
+    options = rotp_vision.pool_options(options, gain='scalar')
+    model = convert(Peaks(), options, example_input=torch.rand(2, 4, 8, 8))
+    report = calibrate(model, [peaks(128, 0), peaks(128, 1)])
+    assert report.num_images == 256
+    assert report.best.loss < 0.7 * report.average.loss
+    x, y = peaks(256, 2)
+    with torch.no_grad():
+        held_out = F.cross_entropy(model(x), y).item()
+    assert held_out == pytest.approx(report.best.loss, rel=0.2)
+    assert '(chosen)' in report.table(limit=3)
+    report.plot(tmp_path / 'plot.png')
+    assert (tmp_path / 'plot.png').stat().st_size > 5000
+
+
+def test_the_model_is_left_at_the_best_trial_and_otherwise_untouched():
+    model = convert(timm.create_model('test_convnext', num_classes=3), PoolOptions('sinkhorn', gain='scalar'))
+    model.train()
+    native = {key: value.clone() for key, value in model.state_dict().items() if 'global_pool' not in key}
+    report = calibrate(model, [(torch.rand(4, 3, 64, 64), torch.tensor([0, 1, 2, 0]))], temperatures=[10.0, 1.0])
+    (pool,) = rot_pools(model).values()
+    assert pool.view == pool.options.view == report.best.view
+    assert pool.named_weights()['smoothness'].item() == pytest.approx(report.best.temperature, rel=1e-5)
+    assert pool.named_weights()['gain'].item() == pytest.approx(report.best.gain, rel=1e-5)
+    assert model.training
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in native.items())
+    assert not pool._forward_hooks
+    assert len(report.trials) == 6
+
+
+def test_torchvision_and_pools_without_gain():
+    model = convert(torchvision.models.resnet18(num_classes=3), 'badmm-q')
+    report = calibrate(
+        model, [(torch.rand(4, 3, 64, 64), torch.tensor([0, 1, 2, 0]))], temperatures=[3.0], views=['rms']
+    )
+    assert report.best.gain == 1.0
+    assert report.best.loss == report.best.raw_loss
+
+
+def test_errors():
+    with pytest.raises(ValueError, match='one global ROT pooling, got 0: convert the model first'):
+        calibrate(timm.create_model('test_resnet'), [])
+    with pytest.raises(ValueError, match='loader must give at least one batch'):
+        calibrate(convert(timm.create_model('test_resnet')), [])
+
+    class Leaky(Peaks):
+        def forward(self, x):
+            return self.forward_head(x) + x[:, :, 0, 0]
+
+    model = convert(Leaky(), example_input=torch.rand(2, 4, 8, 8))
+    with pytest.raises(ValueError, match='through the global pooling alone'):
+        calibrate(model, [peaks(8, 0)])
+
+
+@pytest.mark.skipif(not DATA.exists(), reason='needs the real images and weights of ../shared/data')
+def test_beats_average_pooling_on_real_images_not_used_for_it():
+    """ResNet-18 on Tiny-ImageNet: calibrated on 300 images, judged on 500 others."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
+    try:
+        from real_data import NETWORKS, build, images_of
+    finally:
+        sys.path.pop(0)
+    network = NETWORKS[2]
+    native = build(network, DATA)
+    rows = images_of(network, DATA, 800)[:800]
+    x, y = torch.stack(rows['x']), torch.tensor(rows['y'])
+    model = convert(copy.deepcopy(native))
+    report = calibrate(model, [(x[:300], y[:300])])
+    with torch.inference_mode():
+        judged = torch.cat([model(chunk) for chunk in x[300:].split(100)])
+        average = torch.cat([native(chunk) for chunk in x[300:].split(100)])
+    assert F.cross_entropy(judged, y[300:]) < F.cross_entropy(average, y[300:])
+    assert report.best.loss < report.average.loss

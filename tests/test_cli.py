@@ -1,0 +1,112 @@
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import rotp_vision
+from rotp_vision.cli import main
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with images of three classes, and a checkpoint of a small network."""
+    place = tmp_path_factory.mktemp('cli')
+    rng = np.random.default_rng(0)
+    for name in ('ant', 'bee', 'cat'):
+        (place / 'images' / name).mkdir(parents=True)
+        for i in range(3):
+            pixels = rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(place / 'images' / name / f'{i}.png')
+    torch.manual_seed(0)
+    save_file(timm.create_model('test_resnet', num_classes=3).state_dict(), place / 'native.safetensors')
+    return place
+
+
+@pytest.fixture(scope='module')
+def saved(place):
+    command = ['convert', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
+    assert run(*command, '--output', place / 'converted') == 0
+    return place / 'converted'
+
+
+def run(*arguments):
+    return main([str(argument) for argument in arguments])
+
+
+def test_convert_writes_what_loads(place, saved, capsys):
+    model = rotp_vision.load_pretrained(saved)
+    native = load_file(place / 'native.safetensors')
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in native.items())
+    (pool,) = rotp_vision.rot_pools(model).values()
+    assert (pool.options.solver, pool.options.view, pool.options.gain) == ('sinkhorn', 'rms', 'scalar')
+
+
+def test_convert_with_options_and_calibration(place, capsys):
+    command = ['convert', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
+    options = ['--pool', 'badmm-e', '--set', 'gain=scalar', '--set', 'num_modules=2', '--where', 'global_pool']
+    assert run(*command, *options, '--calibrate', place / 'images', '--output', place / 'calibrated') == 0
+    shown = capsys.readouterr().out
+    assert 'calibrated on 9 images' in shown
+    assert '| average |' in shown
+    assert 'rotp_vision.load_pretrained(' in shown
+    (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(place / 'calibrated')).values()
+    assert (pool.options.solver, pool.options.modules) == ('badmm-e', 2)
+
+
+def test_inspect(place, saved, capsys):
+    assert run('inspect', saved) == 0
+    shown = capsys.readouterr().out
+    assert 'global_pool' in shown
+    assert 'smoothness' in shown
+    assert run('inspect', 'test_resnet') == 0
+    assert 'global' in capsys.readouterr().out
+
+
+def test_verify_and_revert(place, saved, capsys):
+    assert run('verify', saved, '--images', place / 'images', '--workers', 0) == 0
+    shown = capsys.readouterr().out
+    assert 'top-1 %' in shown
+    assert '9 images: same prediction' in shown
+    assert run('verify', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
+    assert 'has no class folders' in capsys.readouterr().out
+
+    assert run('revert', saved, '--output', place / 'reverted.safetensors') == 0
+    native, reverted = load_file(place / 'native.safetensors'), load_file(place / 'reverted.safetensors')
+    assert native.keys() == reverted.keys()
+    assert all(torch.equal(native[key], reverted[key]) for key in native)
+
+
+@pytest.mark.parametrize(
+    ('command', 'message'),
+    [
+        (['convert', 'test_resnett', '--output', '{place}/new'], 'near names: test_resnet'),
+        (['convert', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'unknown pooling option.* vew'),
+        (['convert', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
+        (['convert', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
+        (['convert', 'test_vit', '--output', '{place}/new'], 'class token'),
+        (['convert', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model of torchvision'),
+        (['convert', 'test_resnet', '--output', '{place}/converted'], 'exists; choose another --output'),
+        (['convert', 'test_efficientnet', '--checkpoint', '{place}/native.safetensors', '--output', '{place}/new'],
+         'does not fit test_efficientnet'),
+        (['convert', 'test_resnet', '--checkpoint', '{place}/none.pth', '--output', '{place}/new'], 'no checkpoint'),
+        (['verify', '{place}/converted', '--images', '{place}/none'], 'there is no folder of images'),
+        (['verify', '{place}/images', '--images', '{place}/images'], 'has no config.json'),
+        (['revert', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
+    ],
+)  # fmt: skip
+def test_errors_say_what_to_do(place, saved, capsys, command, message):
+    assert run(*(part.replace('{place}', str(place)) for part in command)) == 1
+    error = capsys.readouterr().err
+    assert re.search(message, error)
+    assert 'Traceback' not in error
+    assert not (place / 'new').exists()
+
+
+def test_a_broken_image_is_named(place, saved, tmp_path, capsys):
+    (tmp_path / 'broken.jpg').write_bytes(b'no image')
+    assert run('verify', saved, '--images', tmp_path, '--workers', 0) == 1
+    assert 'broken.jpg is not an image that can be read' in capsys.readouterr().err

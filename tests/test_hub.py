@@ -1,0 +1,123 @@
+import os
+
+import pytest
+import timm
+import torch
+import torchvision
+from safetensors.torch import load_file
+
+import rotp_vision
+from rotp_vision import PoolOptions, convert, load_pretrained, read_state_dict, save_pretrained
+
+x = torch.linspace(-2, 2, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
+
+
+def converted(name='test_efficientnet', **kwargs):
+    torch.manual_seed(0)
+    model = convert(timm.create_model(name, num_classes=5, **kwargs)).eval()
+    for pool in rotp_vision.rot_pools(model).values():
+        pool.set_weights(smoothness=3.0, gain=1.3)
+    return model
+
+
+def test_a_converted_model_comes_back_in_one_line(tmp_path):
+    model = converted(in_chans=1)
+    gray = x[:, :1]
+    directory = save_pretrained(model, tmp_path / 'out', model_args={'in_chans': 1})
+    assert sorted(os.listdir(tmp_path)) == ['out']
+    assert sorted(os.listdir(directory)) == ['config.json', 'model.safetensors']
+    assert torch.equal(load_pretrained(directory)(gray), model(gray))
+    from_timm = timm.create_model(f'local-dir:{directory}', pretrained=True).eval()
+    assert torch.equal(from_timm(gray), model(gray))
+    finetuned = timm.create_model(f'local-dir:{directory}', pretrained=True, num_classes=2)
+    assert finetuned(gray).shape == (2, 2)
+    weights = rotp_vision.rot_pools(finetuned)['global_pool'].named_weights()
+    assert weights['smoothness'].item() == pytest.approx(3.0)
+    assert timm.create_model(f'local-dir:{directory}', pretrained=True, features_only=True)(gray)
+
+
+def test_saving_again_what_was_loaded(tmp_path):
+    model = converted()
+    once = load_pretrained(save_pretrained(model, tmp_path / 'one'))
+    twice = load_pretrained(save_pretrained(once, tmp_path / 'two', base='test_efficientnet'))
+    assert torch.equal(twice(x), model(x))
+
+
+def test_torchvision_and_registered_models(tmp_path):
+    torch.manual_seed(0)
+    model = convert(torchvision.models.resnet18(num_classes=4), where='all').eval()
+    save_pretrained(model, tmp_path / 'tv', base='torchvision:resnet18')
+    assert torch.equal(load_pretrained(tmp_path / 'tv')(x), model(x))
+    ours = timm.create_model('resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', view='log')).eval()
+    save_pretrained(ours, tmp_path / 'ours')
+    assert torch.equal(load_pretrained(tmp_path / 'ours')(x), ours(x))
+
+
+def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
+    model = converted()
+    directory = save_pretrained(model, tmp_path / 'out')
+    before = load_file(directory / 'model.safetensors')
+    with pytest.raises(ValueError, match='exists; choose another directory'):
+        save_pretrained(model, directory)
+
+    def full_disk(*args, **kwargs):
+        raise OSError(28, 'No space left on device')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rotp_vision.hub, 'save_config_for_hf', full_disk)
+        with pytest.raises(OSError, match='No space left'):
+            save_pretrained(model, directory, force=True)
+    assert os.listdir(tmp_path) == ['out']
+    assert load_file(directory / 'model.safetensors').keys() == before.keys()
+    rotp_vision.rot_pools(model)['global_pool'].set_weights(gain=2.0)
+    save_pretrained(model, directory, force=True)
+    assert torch.equal(load_pretrained(directory)(x), model(x))
+    assert os.listdir(tmp_path) == ['out']
+
+
+def test_errors_of_saving(tmp_path):
+    with pytest.raises(ValueError, match='no ROT pool to save'):
+        save_pretrained(timm.create_model('test_resnet'), tmp_path / 'out')
+    with pytest.raises(ValueError, match='base must name the native network'):
+        save_pretrained(convert(torchvision.models.resnet18()), tmp_path / 'out')
+    with pytest.raises(ValueError, match=r'has no config\.json'):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    'wrap',
+    [
+        lambda state: state,
+        lambda state: {'state_dict': state, 'epoch': 3},
+        lambda state: {'model': {f'module.{key}': value for key, value in state.items()}},
+        lambda state: {'state_dict': {'w': torch.zeros(1)}, 'state_dict_ema': state},
+        lambda state: {'state_dict': {f'_orig_mod.{key}': value for key, value in state.items()}},
+    ],
+    ids=['plain', 'state_dict', 'ddp', 'ema', 'compiled'],
+)
+def test_checkpoints_of_every_kind(tmp_path, wrap):
+    state = timm.create_model('test_resnet').state_dict()
+    torch.save(wrap(state), tmp_path / 'checkpoint.pth.tar')
+    read = read_state_dict(tmp_path / 'checkpoint.pth.tar')
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[key], state[key]) for key in state)
+
+
+class Malicious:
+    def __reduce__(self):
+        return os.system, ('touch /tmp/should-not-exist',)
+
+
+def test_pickles_that_could_run_code_are_refused(tmp_path):
+    torch.save({'state_dict': {}, 'extra': Malicious()}, tmp_path / 'bad.pth')
+    with pytest.raises(ValueError, match='could run code on loading'):
+        read_state_dict(tmp_path / 'bad.pth')
+    assert not os.path.exists('/tmp/should-not-exist')
+    (tmp_path / 'text.pth').write_text('hello')
+    with pytest.raises(ValueError, match=r'is not (read|a checkpoint)'):
+        read_state_dict(tmp_path / 'text.pth')
+    torch.save([1, 2], tmp_path / 'list.pth')
+    with pytest.raises(ValueError, match='checkpoint'):
+        read_state_dict(tmp_path / 'list.pth')
+    with pytest.raises(ValueError, match='there is no checkpoint file'):
+        read_state_dict(tmp_path / 'nothing.pth')
