@@ -4,10 +4,13 @@ Not collected by itself: the interpreter must be chosen before triton is first i
 in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton_interpreted.py`.
 """
 
+import argparse
+
 import pytest
 import torch
 from torch import Tensor
 
+from rotp_vision import bench
 from rotp_vision.core import Solver, triton_tiles
 from tests.core.test_fast import leaves, pooled, results
 
@@ -188,3 +191,20 @@ def test_second_derivative_is_refused(operator):
     (grad,) = torch.autograd.grad(pooled(operator, tensors, 'triton').sum(), tensors['x'], create_graph=True)
     with pytest.raises(RuntimeError, match='no second derivative'):
         grad.sum().backward()
+
+
+def test_bench_compares_and_advises(monkeypatch, capsys):
+    monkeypatch.setattr(bench, 'SHAPES', ((5, 2, 2),))
+    monkeypatch.setattr(bench, 'SOLVERS', ('sinkhorn',))
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = parser.parse_args(['--device', 'cpu', '--batch-size', '1', '--repeats', '1', '--channels-last'])
+    bench.run(args)
+    printed = capsys.readouterr().out
+    assert printed.count('| 5×2×2 |') == 1
+    assert "Choose backend='torch': triton agrees everywhere" in printed  # the interpreter is not fast
+
+    monkeypatch.setattr(bench, 'AGREEMENT', -1.0)
+    with pytest.raises(RuntimeError, match='1 of 1 rows disagree'):
+        bench.run(args)
+    assert 'Please report this table' in capsys.readouterr().out
