@@ -21,13 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rotp_vision.core import triton_badmm, triton_sinkhorn
-from rotp_vision.core.triton_tiles import (
-    BACKWARD_ELEMENTS,
-    FORWARD_ELEMENTS,
-    MAX_REGISTERS,
-    MAX_TILES,
-    NUM_WARPS,
-)
+from rotp_vision.core.triton_tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, launch_options
 
 TARGETS = {
     'sm_80': GPUTarget('cuda', 80, 32),
@@ -91,7 +85,7 @@ def compiled(kernel: Kernel, target: GPUTarget, block_n: int, dtype: str, unit_s
     signature = {name: type_of(name) for name in names}
     aligned = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names) if signature[name].startswith('*')}
     values = {(names.index(name),): value for name, value in constants.items()}
-    options = {'num_warps': NUM_WARPS} | ({'maxnreg': MAX_REGISTERS} if target.backend == 'cuda' else {})
+    options = launch_options(amd=target.backend == 'hip')
     return triton.compile(ASTSource(kernel.function, signature, values, aligned), target=target, options=options)
 
 

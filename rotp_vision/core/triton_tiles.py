@@ -22,6 +22,7 @@ BACKWARD_ELEMENTS = 1024
 NUM_WARPS = 4
 # Left to itself NVIDIA's assembler takes fewer registers, for the sake of occupancy, and spills some.
 MAX_REGISTERS = 255
+AMD = torch.version.hip is not None
 
 
 class Tiling(NamedTuple):
@@ -50,10 +51,10 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def launch_options() -> dict[str, int]:
+def launch_options(amd: bool) -> dict[str, int | bool]:
     """Of every kernel; a limit of registers exists on NVIDIA only."""
-    options = {'num_warps': NUM_WARPS}
-    return options if torch.version.hip else options | {'maxnreg': MAX_REGISTERS}
+    options = {'num_warps': NUM_WARPS, 'enable_fp_fusion': True}
+    return options if amd else options | {'maxnreg': MAX_REGISTERS}
 
 
 def launch_forward(
@@ -95,7 +96,7 @@ def launch_forward(
                 num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
                 *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(),
+                LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(AMD),
             )  # fmt: skip
     return pooled, rows, columns
 
@@ -138,7 +139,7 @@ def launch_backward(
                 *to_features.stride(), *to_x.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
                 FIRST=launch == 0, SAME=features is None,
-                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(),
+                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
             )  # fmt: skip
     return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rotp_vision import bench
 from rotp_vision.core import Solver, triton_tiles
+from rotp_vision.layers import LocalROTPool2d
 from tests.core.test_fast import leaves, pooled, results
 
 OPERATORS = {
@@ -191,6 +192,18 @@ def test_second_derivative_is_refused(operator):
     (grad,) = torch.autograd.grad(pooled(operator, tensors, 'triton').sum(), tensors['x'], create_graph=True)
     with pytest.raises(RuntimeError, match='no second derivative'):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
+def test_layers(solver):
+    """Windows with masked padding, and a view that is not what is averaged: the same from both backends."""
+    x = torch.randn(1, 5, 4, 3, generator=torch.Generator().manual_seed(0))
+    options = {'solver': solver, 'view': 'rms', 'num_modules': 2} if solver == 'badmm-e' else {'solver': solver}
+    got, expected = (
+        LocalROTPool2d({**options, 'backend': backend}, kernel_size=3, stride=2, padding=1).to(dtype)(x.to(dtype))
+        for backend, dtype in (('triton', torch.float32), ('torch', torch.float64))
+    )
+    assert_close({'output': got}, {'output': expected})
 
 
 def test_bench_compares_and_advises(monkeypatch, capsys):
