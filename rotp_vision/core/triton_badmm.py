@@ -14,13 +14,10 @@ Imports triton: import it only where `triton_ops` has found one.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rotp_vision.core.triton_tiles import (
     combine_lse,
     combine_sum,
-    launch_backward,
-    launch_forward,
     load_tile,
     merge_lse,
     store_tile,
@@ -101,6 +98,21 @@ def _replay(
             m -= tl.load(coefficients + 3 * num_modules + k + 1) * q0[None, :] * column
         c_before = c
     return z, m
+
+
+@triton.jit
+def _replay_module(
+    x, log_p0, log_q0, p0, q0, rows, columns, k, coefficients, num_modules, d, n, D, N, QUADRATIC: tl.constexpr
+):  # fmt: skip
+    """Z before module k, its Q and V, and its r, all from the vectors that forward saved."""
+    c_before = _load_c(columns, k - 1, n, N)
+    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
+    z, m = _replay(
+        x, log_p0, log_q0, p0, q0, rows, columns, c_before, k, coefficients, num_modules, d, n, D, N, QUADRATIC
+    )
+    c = _load_c(columns, k, n, N)
+    row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
+    return z, _to_mass_one(row), column, r
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -248,16 +260,9 @@ def badmm_backward(
                 dm += dy
             dx += beta * dy
             dz -= dy / rho
-            c_before = _load_c(columns, j - 1, n, N)
-            c = _load_c(columns, j, n, N)
-            r = tl.load(rows + j * D + d, mask=d < D, other=0.0)
-            z, m = _replay(
-                x, log_p0, log_q0, p0, q0, rows, columns, c_before, j, coefficients, num_modules, d, n, D, N, QUADRATIC
+            z, row, column, r = _replay_module(
+                x, log_p0, log_q0, p0, q0, rows, columns, j, coefficients, num_modules, d, n, D, N, QUADRATIC
             )
-            row, column, m = _module(
-                x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, j, num_modules, QUADRATIC
-            )
-            row = _to_mass_one(row)
             if FIRST:
                 rho_before = tl.load(coefficients + 2 * num_modules + j)
                 z += rho_before * (p0[:, None] * row - q0[None, :] * column)
@@ -319,14 +324,8 @@ def badmm_backward(
             ds = tl.load(coefficients + 2 * num_modules + j) * dz
             if QUADRATIC:
                 ds += tl.load(coefficients + 3 * num_modules + module) * dm
-            c_before = _load_c(columns, j - 1, n, N)
-            c = _load_c(columns, j, n, N)
-            r = tl.load(rows + j * D + d, mask=d < D, other=0.0)
-            z, m = _replay(
-                x, log_p0, log_q0, p0, q0, rows, columns, c_before, j, coefficients, num_modules, d, n, D, N, QUADRATIC
-            )
-            row, column, m = _module(
-                x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, j, num_modules, QUADRATIC
+            _, _, column, _ = _replay_module(
+                x, log_p0, log_q0, p0, q0, rows, columns, j, coefficients, num_modules, d, n, D, N, QUADRATIC
             )
             dv -= q0 * tl.sum(column * ds, 0)
         dv_part += dv
@@ -339,34 +338,3 @@ def _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
     tl.store(slope + num_modules + k, d_kappa)
     tl.store(slope + 2 * num_modules + k, d_rho)
     tl.store(slope + 3 * num_modules + k, d_rough)
-
-
-def forward(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, quadratic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, D) pooled, (B, T, D) r and (B, T - 1, N) c."""
-    num_modules = coefficients.shape[1]
-    return launch_forward(
-        badmm_forward, features, x, log_p0, log_q0, coefficients, num_modules, num_modules, QUADRATIC=quadratic
-    )
-
-
-def backward(
-    grad: Tensor,
-    features: Tensor | None,
-    x: Tensor,
-    log_p0: Tensor,
-    log_q0: Tensor,
-    coefficients: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    d_features: Tensor | None,
-    d_x: Tensor | None,
-    quadratic: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills d_features and d_x where they are given; returns the gradients of log_p0, log_q0, coefficients."""
-    inputs = features, x, log_p0, log_q0, coefficients
-    d_log_p0, d_log_q0, slopes = launch_backward(
-        badmm_backward, grad, *inputs, rows, columns, d_features, d_x, coefficients.shape[1], QUADRATIC=quadratic
-    )
-    return d_log_p0, d_log_q0, slopes[: coefficients.shape[0]]

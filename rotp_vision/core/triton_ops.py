@@ -7,7 +7,7 @@ numbers per set. It computes in float32, whatever the dtypes.
 import os
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,48 +35,64 @@ def require_triton(x: Tensor) -> None:
         raise ValueError(f"backend 'triton' {reason}; use backend 'auto' or 'torch'")
 
 
-def _badmm() -> Any:
-    from rotp_vision.core import triton_badmm
+class Launches(NamedTuple):
+    """What the launchers of `triton_tiles` take."""
 
-    return triton_badmm
-
-
-def _sinkhorn() -> Any:
-    from rotp_vision.core import triton_sinkhorn
-
-    return triton_sinkhorn
+    forward: Any  # kernel
+    backward: Any
+    size: int  # modules or steps
+    flags: dict[str, bool]
 
 
-def _num_modules(coefficients: Tensor, quadratic: bool) -> int:
+def _badmm(coefficients: Tensor, quadratic: bool) -> Launches:
+    from rotp_vision.core.triton_badmm import badmm_backward, badmm_forward
+
+    return Launches(badmm_forward, badmm_backward, coefficients.shape[1], {'QUADRATIC': quadratic})
+
+
+def _sinkhorn(coefficients: Tensor, num_inner: int) -> Launches:
+    from rotp_vision.core.triton_sinkhorn import sinkhorn_backward, sinkhorn_forward
+
+    return Launches(sinkhorn_forward, sinkhorn_backward, num_inner, {})
+
+
+def _badmm_launches(coefficients: Tensor, quadratic: bool) -> int:
     return coefficients.shape[1]
 
 
-def _num_launches(coefficients: Tensor, num_inner: int) -> int:
+def _sinkhorn_launches(coefficients: Tensor, num_inner: int) -> int:
     return num_inner + 1
 
 
-def _register(name: str, kernels: Callable[[], Any], num_rows: Callable[..., int], options: str) -> None:
+def _register(name: str, kernels: Callable[..., Launches], num_launches: Callable[..., int], options: str) -> None:
     """Make `torch.ops.rotp_vision.triton_name(features, x, log_p0, log_q0, coefficients, *options)`.
 
-    It returns (B, D) pooled features, and for backward rows (B, R, D) and columns (B, R - 1, N).
+    It returns (B, D) pooled features, and for backward rows (B, L, D) and columns (B, L - 1, N).
 
     Args:
         name: of the torch operator.
-        kernels: the module with `forward` and `backward`.
-        num_rows: R from coefficients and options.
+        kernels: from coefficients and options; imports triton.
+        num_launches: L from the same; does not.
         options: what else the operator takes, as in a schema: ', int num_inner'.
     """
 
     def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
-        return kernels().forward(features, x, log_p0, log_q0, coefficients.contiguous(), *extra)
+        from rotp_vision.core.triton_tiles import launch_forward
+
+        forward, _, count, flags = kernels(coefficients, *extra)
+        launches = num_launches(coefficients, *extra)
+        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
+        return launch_forward(forward, *inputs, count, launches, **flags)
 
     def run_backward(
         grad, features, x, log_p0, log_q0, coefficients, rows, columns, needs, *extra
     ) -> tuple[Tensor, ...]:
+        from rotp_vision.core.triton_tiles import launch_backward
+
         d_features, d_x = make_maps(features, x, needs)
-        rest = kernels().backward(
-            grad, features, x, log_p0, log_q0, coefficients.contiguous(), rows, columns, d_features, d_x, *extra
-        )
+        _, backward, count, flags = kernels(coefficients, *extra)
+        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
+        rest = launch_backward(backward, grad, *inputs, rows, columns, d_features, d_x, count, **flags)
         return *(x.new_empty(0) if d is None else d for d in (d_features, d_x)), *rest
 
     def make_maps(features, x, needs) -> tuple[Tensor | None, Tensor | None]:
@@ -84,7 +100,7 @@ def _register(name: str, kernels: Callable[[], Any], num_rows: Callable[..., int
         return d_features, torch.empty_like(x) if needs[1] else None
 
     def fake_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
-        size = num_rows(coefficients, *extra)
+        size = num_launches(coefficients, *extra)
         return (
             x.new_empty(x.shape[:2], dtype=x.dtype if features is None else features.dtype),
             x.new_empty(x.shape[0], size, x.shape[1], dtype=torch.float32),
@@ -116,5 +132,5 @@ def _register(name: str, kernels: Callable[[], Any], num_rows: Callable[..., int
     connect(op, op_backward, f'triton_{name}')
 
 
-_register('badmm_pool', _badmm, _num_modules, ', bool quadratic')
-_register('sinkhorn_pool', _sinkhorn, _num_launches, ', int num_inner')
+_register('badmm_pool', _badmm, _badmm_launches, ', bool quadratic')
+_register('sinkhorn_pool', _sinkhorn, _sinkhorn_launches, ', int num_inner')

@@ -18,13 +18,10 @@ Imports triton: import it only where `triton_ops` has found one.
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from rotp_vision.core.triton_tiles import (
     combine_lse,
     combine_sum,
-    launch_backward,
-    launch_forward,
     load_tile,
     merge_lse,
     store_tile,
@@ -105,14 +102,14 @@ def sinkhorn_forward(
 
 
 @triton.jit
-def _step_back(x, log_p0, log_q0, rows, columns, db, scale, rate_a, rate_b, k, d, n, D, N):
-    """Step k backwards from db, the gradient of its b.
+def _step_back(x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N):
+    """Step k backwards from `gap`, the gradient of its log q0 - l.
 
     Returns dt and dy, gradients of the logits of l and r, and da.
     """
     r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
     lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
-    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * (-rate_b * db)[None, :]
+    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * -gap[None, :]
     da = tl.sum(dt, 1)
     dual = _load_b(columns, log_q0, rate_b, k, n, N)
     dy = tl.exp(scale * x + dual[None, :] - r[:, None]) * (-rate_a * da)[:, None]
@@ -120,10 +117,10 @@ def _step_back(x, log_p0, log_q0, rows, columns, db, scale, rate_a, rate_b, k, d
 
 
 @triton.jit
-def _load_db(d_columns, db_first, k, n, N):
-    """Gradient of b after step k (BLOCK_N,) out of (K + 1, N); that of step 0 is db_first."""
-    db = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
-    return tl.where(k == 0, db_first, db)
+def _load_gap(d_columns, gap_first, k, n, N):
+    """`gap` of step k (BLOCK_N,) out of (K + 1, N); that of step 0 is gap_first."""
+    gap = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    return tl.where(k == 0, gap_first, gap)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -138,9 +135,9 @@ def sinkhorn_backward(
 ):  # fmt: skip
     """Launch `step` of backward, from K down to 0 (FIRST), on the grid (B, tiles).
 
-    parts (K + 1, B, tiles, N) gets this program's part of db, the gradient of b before the step; d_columns
-    (B, K + 1, N) gets db after it. FIRST writes the gradients, of the coefficients as slopes (B, tiles, sub_tiles, 4),
-    to be added up; b before it is no variable, so its part is zero.
+    parts (K + 1, B, tiles, N) gets this program's part of `gap`, rate_b times the gradient of b before the step and so
+    that of the log q0 - l it was made of; d_columns (B, K + 1, N) gets that of b after it. FIRST writes the gradients,
+    of the coefficients as slopes (B, tiles, sub_tiles, 4), to be added up; b before it is constant: no part.
     """
     b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_sets = tl.num_programs(0)
@@ -151,18 +148,18 @@ def sinkhorn_backward(
     columns += b * num_steps * N
     d_columns += b * (num_steps + 1) * N
 
-    db_after = tl.full((BLOCK_N,), 0.0, tl.float32)
+    gap_after = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step < num_steps:
         after = parts + ((step + 1) * num_sets + b) * N * tiles
-        db_after = combine_sum(after, tiles, n, N, TILES)
-        tl.store(d_columns + (step + 1) * N + n, db_after, mask=n < tl.where(tile == 0, N, 0))
+        gap_after = combine_sum(after, tiles, n, N, TILES)
+        tl.store(d_columns + (step + 1) * N + n, gap_after, mask=n < tl.where(tile == 0, N, 0))
 
     d_rate_b = 0.0
     if FIRST:
         for k in range(num_steps):
-            db = _load_db(d_columns, db_after, k, n, N)
+            gap = _load_gap(d_columns, gap_after, k, n, N)
             lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
-            d_rate_b += tl.sum(db * tl.where(log_q0 == float('-inf'), 0.0, log_q0 - lse))
+            d_rate_b += tl.sum(gap * tl.where(log_q0 == float('-inf'), 0.0, log_q0 - lse)) / rate_b
 
     db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
@@ -189,9 +186,9 @@ def sinkhorn_backward(
                 d_rate_a = 0.0
                 for i in range(num_steps):
                     k = num_steps - 1 - i
-                    db = _load_db(d_columns, db_after, k, n, N)
+                    gap = _load_gap(d_columns, gap_after, k, n, N)
                     dt, more, da = _step_back(
-                        x, log_p0, log_q0, rows, columns, db, scale, rate_a, rate_b, k, d, n, D, N
+                        x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N
                     )
                     dy += dt + more
                     d_p0 += rate_a * da
@@ -211,32 +208,6 @@ def sinkhorn_backward(
             else:
                 db_part += tl.sum(dy, 0)
         else:
-            _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, db_after, scale, rate_a, rate_b, step, d, n, D, N)
+            _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, gap_after, scale, rate_a, rate_b, step, d, n, D, N)
             db_part += tl.sum(dy, 0)
-    tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, db_part, mask=n < N)
-
-
-def forward(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, num_inner: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, D) pooled, (B, K + 1, D) r and (B, K, N) l."""
-    return launch_forward(sinkhorn_forward, features, x, log_p0, log_q0, coefficients, num_inner, num_inner + 1)
-
-
-def backward(
-    grad: Tensor,
-    features: Tensor | None,
-    x: Tensor,
-    log_p0: Tensor,
-    log_q0: Tensor,
-    coefficients: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    d_features: Tensor | None,
-    d_x: Tensor | None,
-    num_inner: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills d_features and d_x where they are given; returns the gradients of log_p0, log_q0, coefficients."""
-    inputs = features, x, log_p0, log_q0, coefficients
-    d_log_p0, db, slopes = launch_backward(sinkhorn_backward, grad, *inputs, rows, columns, d_features, d_x, num_inner)
-    return d_log_p0, coefficients[3] * db, slopes
+    tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, rate_b * db_part, mask=n < N)

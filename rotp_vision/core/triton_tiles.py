@@ -119,7 +119,7 @@ def launch_backward(
     """Fills d_features and d_x, where they are given, with gradients.
 
     Returns:
-        Those of log_p0 (B, D), of all sample vectors added up (B, N), and of the coefficients (4, T).
+        Those of log_p0 (B, D), log_q0 (B, N) and the coefficients.
     """
     (num_sets, launches, num_features), num_samples = rows.shape, x.shape[2]
     cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
@@ -141,7 +141,7 @@ def launch_backward(
                 FIRST=launch == 0, SAME=features is None,
                 NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
             )  # fmt: skip
-    return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))
+    return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))[: coefficients.shape[0]]
 
 
 @triton.jit
