@@ -1,6 +1,6 @@
 """What converting a real network costs before any training, and what calibration finds.
 
-    python benchmarks/conversion.py --data ../shared/data
+    python -m benchmarks.conversion --data ../shared/data
 
 For each network: average pooling, the same converted with start='mean' for each solver, the reverted network, and
 the pooling that `calibrate` chooses on one half of the images, judged on the other half.
@@ -10,10 +10,10 @@ import argparse
 import copy
 
 import torch
-from real_data import NETWORKS, add_data_arguments, build, maps_of
 from torch.nn import functional as F
 
 import rotp_vision
+from benchmarks.real_data import NETWORKS, add_data_arguments, build, maps_of
 
 
 def main():

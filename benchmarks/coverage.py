@@ -14,6 +14,7 @@ import copy
 import fnmatch
 import json
 import pickle
+import re
 import warnings
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from tqdm import tqdm
 
 import rotp_vision
 from rotp_vision.layers import pool_options
+from rotp_vision.surgery.classes import native_class
 from rotp_vision.surgery.convert import DEFAULT, replace_pools
 from rotp_vision.surgery.find import example_inputs
 
@@ -32,11 +34,13 @@ HERE = Path(__file__).parent
 
 # What there is to convert, by an independent count.
 EXPECTED = {
-    'timm': {'module': 838, 'function': 48, 'tokens': 210},
-    'torchvision': {'module': 51, 'function': 13},
+    'timm': {'module': 838, 'method': 48 + 210},
+    'torchvision': {'module': 51, 'method': 13},
 }
 # What is run for real has at most so many parameters.
 MOST_PARAMETERS = 200_000_000
+WORDS = {'module': 'a module', 'method': 'a method that takes the mean of a map or of tokens'}
+METHODS = {'global': 'mean of a map in a method', 'tokens': 'mean of tokens in a method'}
 EXPECTED_TOTAL = sum(count for counts in EXPECTED.values() for count in counts.values())
 
 
@@ -51,7 +55,7 @@ def main():
     warnings.filterwarnings('ignore')
 
     names = [
-        *timm.list_models(exclude_filters='*_rotp*'),
+        *timm.list_models(exclude_filters='*rotp*'),
         *(f'tv:{name}' for name in torchvision.models.list_models(torchvision.models)),
     ]
     counted = _continue(args.results, fnmatch.filter(names, args.filter)[: args.limit], count_one, 'converting')
@@ -95,8 +99,8 @@ def count_one(name: str) -> dict:
     """What converting the model on the meta device gives: its pattern, or the reason why not."""
     try:
         model = build(name, 'meta').eval()
-    except Exception as error:
-        return {'pattern': 'not built', 'reason': f'{type(error).__name__}: {error}'}
+    except NotImplementedError:  # it reads values while it is built
+        model = build(name, 'cpu').eval().to('meta')
     inputs = example_inputs(model)
     result: dict = {'parameters': sum(parameter.numel() for parameter in model.parameters())}
     try:
@@ -111,16 +115,15 @@ def count_one(name: str) -> dict:
         classes = getattr(model, 'num_classes', 1000) or output.shape[-1]  # none: the pooled features
         assert output.shape == (inputs[0].shape[0], classes), output.shape
     except Exception as error:
-        known = [pool for pool in pools if pool.kind != 'local'] if 'pools' in locals() else []
-        refused = isinstance(error, ValueError) and known
-        result |= {'pattern': f'refused: {known[-1].old}' if refused else 'failed', 'reason': str(error)[:500]}
-        return result
+        # The reason in short: what stands before it says where, what stands behind it says what to do.
+        reason = str(error).split('): ', 1)[-1]
+        return result | {'pattern': re.split('[:;]', reason)[0], 'reason': str(error)[:500]}
     pool = next(pool for pool in pools if pool.kind != 'local')
-    by = 'tokens' if pool.kind == 'tokens' else 'module' if pool.host is None else 'function'
-    pattern = f'{pool.path}, {pool.layout}, {pool.output}' if by == 'module' else pool.old.split(' in ')[0]
-    kind = type(model)._native.__name__ if hasattr(type(model), '_native') else type(model).__name__
+    by = 'module' if pool.host is None else 'method'
+    pattern = f'`{pool.path}`, {pool.layout}, {pool.output}' if by == 'module' else METHODS[pool.kind]
     where = pool.old.split(' in ')[-1] if pool.host else ''
-    return result | {'pattern': f'{by}: {pattern}', 'by': by, 'group': f'{kind}, {pool.path}, {pool.layout}, {where}'}
+    group = f'{native_class(model).__name__}, {pool.path}, {pool.layout}, {where}'
+    return result | {'pattern': pattern, 'by': by, 'group': group}
 
 
 def run_of_pools(model: nn.Module, run) -> dict:
@@ -137,16 +140,27 @@ def run_of_pools(model: nn.Module, run) -> dict:
     return {**counts, 'output': output}
 
 
+def small_example(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images of 128 × 128 if the model takes them, else of its own size, and its output."""
+    size = example_inputs(model)[0].shape
+    for shape in ((*size[:2], 128, 128), size):
+        x = torch.randn(shape)
+        with contextlib.suppress(Exception), torch.no_grad():
+            return x, model(x)
+    raise ValueError(f'the model does not run on images of its own size {tuple(size)}')
+
+
 def run_one(name: str) -> dict:
     """Everything that a converted model must survive, for real."""
     torch.manual_seed(0)
     model = build(name, 'cpu').eval()
-    (shape,) = (value.shape for value in example_inputs(model))
-    x = torch.randn(shape)
+    with torch.no_grad():
+        for parameter in model.parameters():  # a classifier that starts at zero would hide everything before it
+            if not parameter.any():
+                parameter.normal_(0, 0.1)
+    x, native = small_example(model)
     try:
-        with torch.no_grad():
-            native = model(x)
-        rotp_vision.convert(model)
+        rotp_vision.convert(model, example_input=x)
         pools = rotp_vision.rot_pools(model)
         output = model(x)
         assert output.shape == native.shape
@@ -164,7 +178,7 @@ def run_one(name: str) -> dict:
                 assert torch.equal(copied(x), trained)
             if hasattr(model, 'reset_classifier'):
                 model.reset_classifier(7)
-                assert model(x).shape == (shape[0], 7)
+                assert model(x).shape == (len(x), 7)
                 assert list(rotp_vision.rot_pools(model)) == list(pools)
                 assert all(rotp_vision.rot_pools(model)[path] is pool for path, pool in pools.items())
     except Exception as error:
@@ -189,11 +203,8 @@ def markdown(counted: list[dict], runs: list[dict] | None, too_large: list[str])
             total += converted
             lines.append(f'| {library} | {WORDS[by]} | {number} | {converted} |')
     lines.append(f'| | **all that pool** | **{EXPECTED_TOTAL}** | **{total}** ({total / EXPECTED_TOTAL:.1%}) |')
-    lines += ['', '## By pattern', '', '| pattern | timm | torchvision |', '| --- | --- | --- |']
-    patterns = collections.Counter((result['pattern'], result['name'].startswith('tv:')) for result in counted)
-    order = sorted({pattern for pattern, _ in patterns}, key=lambda p: (p.split(':')[0], -patterns[p, False]))
-    for pattern in order:
-        lines.append(f'| {pattern} | {patterns[pattern, False]} | {patterns[pattern, True]} |')
+    lines += _by_pattern('converted', [result for result in counted if 'by' in result])
+    lines += _by_pattern('not converted', [result for result in counted if 'by' not in result])
     local = [result for result in counted if result.get('local_replaceable')]
     pools = sum(result['local_replaceable'] for result in local)
     lines += ['', f'Local pools: {pools} in {len(local)} models.']
@@ -209,11 +220,17 @@ def markdown(counted: list[dict], runs: list[dict] | None, too_large: list[str])
     return '\n'.join(lines) + '\n'
 
 
-WORDS = {
-    'module': 'a module',
-    'function': 'a function in a method',
-    'tokens': 'a mean over tokens',
-}
+def _by_pattern(title: str, results: list[dict]) -> list[str]:
+    patterns: dict[str, list[str]] = collections.defaultdict(list)
+    for result in results:
+        patterns[result['pattern']].append(result['name'])
+    lines = ['', f'| {title} | timm | torchvision | such as |', '| --- | --- | --- | --- |']
+    for pattern, names in sorted(patterns.items(), key=lambda entry: -len(entry[1])):
+        torchvision_names = sum(name.startswith('tv:') for name in names)
+        numbers = f'{len(names) - torchvision_names} | {torchvision_names}'
+        lines.append(f'| {pattern} | {numbers} | {min(names, key=len).removeprefix("tv:")} |')
+    return lines
+
 
 if __name__ == '__main__':
     main()

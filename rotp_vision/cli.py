@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify."""
+"""The command line: rotp-vision convert | inspect | revert | verify | visualize."""
 
 import argparse
 import ast
@@ -24,6 +24,7 @@ from rotp_vision.hub import build, load_pretrained, read_state_dict, save_pretra
 from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
 from rotp_vision.surgery.convert import DEFAULT
+from rotp_vision.visualize import visualize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,25 +60,33 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_inspect)
 
     command = commands.add_parser('revert', help='give back the native network of a converted one')
-    command.add_argument('model', help='directory that `convert` wrote')
+    command.add_argument('--model', required=True, help='directory that `convert` wrote')
     command.add_argument('--output', required=True, help='file to write (.safetensors)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
     command.set_defaults(run=_revert)
 
     command = commands.add_parser('verify', help='compare a converted network with the original on images')
-    command.add_argument('model', help='directory that `convert` or training wrote')
+    command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
     command.add_argument('--images', required=True, help='folder of images, in class folders for accuracies')
     command.add_argument('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
     command.add_argument('--checkpoint', help='weights of the original, where it is a name')
     command.add_argument('--limit', type=int, help='use only so many images')
     _add_loading(command)
     command.set_defaults(run=_verify)
+
+    command = commands.add_parser('visualize', help='draw where the pooling looks, and what speaks for a class')
+    command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
+    command.add_argument('--images', required=True, nargs='+', help='image files, or folders of them')
+    command.add_argument('--class-index', type=int, help='the class that evidence is for; by default the predicted one')
+    command.add_argument('--limit', type=int, default=16, help='draw only so many images of each folder')
+    command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
+    command.set_defaults(run=_visualize)
     return parser
 
 
 def _add_source(command: argparse.ArgumentParser):
     command.add_argument(
-        'model', help="timm's name, 'torchvision:NAME', 'hf-hub:ID', or a directory that `convert` wrote"
+        '--model', required=True, help="timm's name, 'torchvision:NAME', 'hf-hub:ID', or a directory of `convert`"
     )
     command.add_argument('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
     command.add_argument('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
@@ -209,6 +218,14 @@ def _verify(args: argparse.Namespace):
         f'{result.num_images} images: same prediction {100 * result.agreement:.2f} %, '
         f'largest logit difference {result.largest_difference:.4g}'
     )
+
+
+def _visualize(args: argparse.Namespace):
+    files: list[Path] = []
+    for name in args.images:
+        files += ImageFiles(name, None, args.limit).files if Path(name).is_dir() else [Path(name)]
+    for path in visualize(load_pretrained(args.model), files, args.output, class_index=args.class_index):
+        print(f'wrote {path}')
 
 
 if __name__ == '__main__':

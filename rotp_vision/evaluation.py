@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 
@@ -17,11 +18,11 @@ class ImageFiles(Dataset):
 
     Args:
         root: the folder.
-        transform: from an image to a tensor.
+        transform: from an image to a tensor; None for its bytes as they are.
         limit: use only so many images, evenly spread.
     """
 
-    def __init__(self, root: str | Path, transform: Callable[[Image.Image], Any], limit: int | None = None):
+    def __init__(self, root: str | Path, transform: Callable[[Image.Image], Any] | None, limit: int | None = None):
         self.root, self.transform = Path(root), transform
         if not self.root.is_dir():
             raise ValueError(f'there is no folder of images at {self.root}')
@@ -39,7 +40,7 @@ class ImageFiles(Dataset):
         path = self.files[index]
         try:
             with Image.open(path) as image:
-                tensor = self.transform(image.convert('RGB'))
+                tensor = (self.transform or pil_to_tensor)(image.convert('RGB'))
         except OSError as error:
             raise ValueError(f'{path} is not an image that can be read: {error}') from error
         folder = path.relative_to(self.root).parts[0]

@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -174,6 +175,13 @@ def _num_classes(model: nn.Module) -> int:
     return linear[-1].out_features
 
 
+def _with_versions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights with the versions of the modules that wrote them, which safetensors does not hold: those of now."""
+    versioned = OrderedDict(state)
+    versioned._metadata = model.state_dict()._metadata  # pyright: ignore[reportAttributeAccessIssue]
+    return versioned
+
+
 _resnet18 = get_pretrained_cfg('resnet18')
 assert _resnet18 is not None
 default_cfgs = generate_default_cfgs({'rotp_converted': replace(_resnet18, url='', hf_hub_id=None, tag=None)})
@@ -215,8 +223,8 @@ def rotp_converted(
         for path, options in (pools or {}).items():
             convert(model, pool_options(options), where=[path], start=None)
         if pretrained:
-            in_chans = arguments.get('in_chans', 3)
-            load_weights(model, cfg.to_dict(), num_classes=arguments['num_classes'], in_chans=in_chans)
+            in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
+            load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
     if hasattr(model, 'pretrained_cfg'):
         model.pretrained_cfg = model.default_cfg = cfg.to_dict()
     return model

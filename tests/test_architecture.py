@@ -14,7 +14,7 @@ BELOW = {
     'layers': {'core'},
     'models': {'core', 'layers'},
     'surgery': {'core', 'layers'},
-    **{tool: NETWORKS for tool in TOOLS},
+    **dict.fromkeys(TOOLS, NETWORKS),
     'training': NETWORKS | TOOLS | {'__init__'},
     'cli': NETWORKS | TOOLS | {'training'},
     'run': {'__init__'},

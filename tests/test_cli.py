@@ -28,7 +28,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def saved(place):
-    command = ['convert', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
+    command = ['convert', '--model', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
     assert run(*command, '--output', place / 'converted') == 0
     return place / 'converted'
 
@@ -46,7 +46,7 @@ def test_convert_writes_what_loads(place, saved, capsys):
 
 
 def test_convert_with_options_and_calibration(place, capsys):
-    command = ['convert', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
+    command = ['convert', '--model', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
     options = ['--pool', 'badmm-e', '--set', 'gain=scalar', '--set', 'num_modules=2', '--where', 'global_pool']
     assert run(*command, *options, '--calibrate', place / 'images', '--output', place / 'calibrated') == 0
     shown = capsys.readouterr().out
@@ -58,23 +58,23 @@ def test_convert_with_options_and_calibration(place, capsys):
 
 
 def test_inspect(place, saved, capsys):
-    assert run('inspect', saved) == 0
+    assert run('inspect', '--model', saved) == 0
     shown = capsys.readouterr().out
     assert 'global_pool' in shown
     assert 'smoothness' in shown
-    assert run('inspect', 'test_resnet') == 0
+    assert run('inspect', '--model', 'test_resnet') == 0
     assert 'global' in capsys.readouterr().out
 
 
 def test_verify_and_revert(place, saved, capsys):
-    assert run('verify', saved, '--images', place / 'images', '--workers', 0) == 0
+    assert run('verify', '--model', saved, '--images', place / 'images', '--workers', 0) == 0
     shown = capsys.readouterr().out
     assert 'top-1 %' in shown
     assert '9 images: same prediction' in shown
-    assert run('verify', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
+    assert run('verify', '--model', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
     assert 'has no class folders' in capsys.readouterr().out
 
-    assert run('revert', saved, '--output', place / 'reverted.safetensors') == 0
+    assert run('revert', '--model', saved, '--output', place / 'reverted.safetensors') == 0
     native, reverted = load_file(place / 'native.safetensors'), load_file(place / 'reverted.safetensors')
     assert native.keys() == reverted.keys()
     assert all(torch.equal(native[key], reverted[key]) for key in native)
@@ -83,19 +83,20 @@ def test_verify_and_revert(place, saved, capsys):
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['convert', 'test_resnett', '--output', '{place}/new'], 'near names: test_resnet'),
-        (['convert', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'unknown pooling option.* vew'),
-        (['convert', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
-        (['convert', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
-        (['convert', 'test_vit', '--output', '{place}/new'], 'class token'),
-        (['convert', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model of torchvision'),
-        (['convert', 'test_resnet', '--output', '{place}/converted'], 'exists; choose another --output'),
-        (['convert', 'test_efficientnet', '--checkpoint', '{place}/native.safetensors', '--output', '{place}/new'],
-         'does not fit test_efficientnet'),
-        (['convert', 'test_resnet', '--checkpoint', '{place}/none.pth', '--output', '{place}/new'], 'no checkpoint'),
-        (['verify', '{place}/converted', '--images', '{place}/none'], 'there is no folder of images'),
-        (['verify', '{place}/images', '--images', '{place}/images'], 'has no config.json'),
-        (['revert', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
+        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near names: test_resnet'),
+        (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
+        (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
+        (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
+        (['convert', '--model', 'test_vit', '--output', '{place}/new'], 'class token'),
+        (['convert', '--model', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model'),
+        (['convert', '--model', 'test_resnet', '--output', '{place}/converted'], 'exists; choose another --output'),
+        (['convert', '--model', 'test_vit2', '--checkpoint', '{place}/native.safetensors', '--output', '{place}/new'],
+         'does not fit test_vit2'),
+        (['convert', '--model', 'test_resnet', '--checkpoint', '{place}/none.pth', '--output', '{place}/new'],
+         'there is no checkpoint file'),
+        (['verify', '--model', '{place}/converted', '--images', '{place}/none'], 'there is no folder of images'),
+        (['verify', '--model', '{place}/images', '--images', '{place}/images'], 'has no config.json'),
+        (['revert', '--model', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
     ],
 )  # fmt: skip
 def test_errors_say_what_to_do(place, saved, capsys, command, message):
@@ -108,5 +109,12 @@ def test_errors_say_what_to_do(place, saved, capsys, command, message):
 
 def test_a_broken_image_is_named(place, saved, tmp_path, capsys):
     (tmp_path / 'broken.jpg').write_bytes(b'no image')
-    assert run('verify', saved, '--images', tmp_path, '--workers', 0) == 1
+    assert run('verify', '--model', saved, '--images', tmp_path, '--workers', 0) == 1
     assert 'broken.jpg is not an image that can be read' in capsys.readouterr().err
+
+
+def test_visualize(place, saved, tmp_path, capsys):
+    images = [place / 'images' / 'ant', place / 'images' / 'bee' / '0.png']
+    assert run('visualize', '--model', saved, '--images', *images, '--limit', 2, '--output', tmp_path / 'out') == 0
+    assert (tmp_path / 'out' / 'sheet.png').stat().st_size > 10_000
+    assert (tmp_path / 'out' / 'index.html').read_text().count('<img') >= 3

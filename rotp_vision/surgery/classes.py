@@ -10,11 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from rotp_vision.surgery.families import FAMILIES
 
 # The name of the pool that a module gets whose method pools by itself.
 NEW_POOL = 'rot_pool'
+# The argument by which timm's models for images of any shape say which patches exist, (B, N).
+MASK = 'patch_valid'
 
 
 class Host(NamedTuple):
@@ -103,6 +106,8 @@ def _hosting_method(native: type, host: Host):
     if host.family:
         return FAMILIES[native][1]
     method = getattr(native, host.method)
+    others = list(inspect.signature(method).parameters)[2:]
+    mask_index = others.index(MASK) if MASK in others else len(others)
 
     # The mean of one sample is that sample: pooled first, the native method has nothing left to pool.
     @functools.wraps(method)
@@ -110,7 +115,11 @@ def _hosting_method(native: type, host: Host):
         pool = getattr(self, NEW_POOL)
         if host.layout != 'NLC':
             return method(self, pool(x), *args, **kwargs)
-        pooled = pool(x[:, host.prefix :]).unsqueeze(1)  # (B, 1, D)
+        tokens = x[:, host.prefix :]
+        mask = args[mask_index] if mask_index < len(args) else kwargs.get(MASK)
+        if mask is not None:  # of patches; other tokens before them are always there
+            mask = F.pad(mask, (tokens.shape[1] - mask.shape[1], 0), value=True)
+        pooled = pool(tokens, mask).unsqueeze(1)  # (B, 1, D)
         if host.prefix:
             pooled = torch.cat([x[:, : host.prefix], pooled], 1)
         return method(self, pooled, *args, **kwargs)

@@ -242,24 +242,30 @@ def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
 def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPool:
     """What stands in the place of a global pool, and why it is none."""
     attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
+    idle = [(path, module) for _, path, module, shape, _ in trace.ran if _pools_one_pixel(module, shape)]
     last = candidates[-1] if candidates else None
     shape = () if last is None else last.input_shape
     kind = 'tokens' if len(shape) == 3 else 'global'
     if attention:
         path, old = attention[-1], 'attention pooling'
         reason = 'the model pools by attention, which has weights of its own: there is no mean to replace'
+    elif getattr(model, 'global_pool', '') == 'token' or (last is not None and last.name == '__getitem__'):
+        path, old = '' if last is None else last.path, 'class token'
+        reason = (
+            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
+            'weights allow it'
+        )
+    elif idle:
+        path, old = idle[-1][0], _readable(idle[-1][1])
+        reason = (
+            'it gets a map of one pixel: there is nothing to pool. If the model is for larger images, give one '
+            'as example_input'
+        )
     elif last is None:
         path, old = '', 'no pooling'
         reason = (
             'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
-            'gets one by num_classes=…, global_pool="avg"; an example_input that is larger helps if the map has but '
-            'one pixel'
-        )
-    elif last.name in ('__getitem__', 'select', 'narrow', 'unbind') or getattr(model, 'global_pool', '') == 'token':
-        path, old = last.path, 'class token'
-        reason = (
-            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
-            'weights allow it'
+            'gets one by num_classes=…, global_pool="avg"'
         )
     elif _size(last.output_shape) == _size(last.input_shape):
         path, old = last.path, f'fixed grid of {" × ".join(str(size) for size in shape[2:])}'
@@ -268,6 +274,11 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         path, old = last.path, f'{last.name or native_class(last.module).__name__}'
         reason = f'{old} is neither the mean nor the maximum over the positions of one map'
     return FoundPool(path, kind, old, shape, '', 'flatten', False, reason)
+
+
+def _pools_one_pixel(module: nn.Module, shape: tuple[int, ...] | None) -> bool:
+    is_pool = isinstance(module, (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)) or hasattr(module, 'feat_mult')
+    return is_pool and shape is not None and len(shape) == 4 and shape[2:] == (1, 1)
 
 
 def _is_attention_pool(module: nn.Module) -> bool:
@@ -308,4 +319,6 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _readable(module: nn.Module) -> str:
+    if isinstance(module, ROTPool):
+        return f'{type(module).__name__}({module.options.solver})'
     return ' '.join(repr(module).split())

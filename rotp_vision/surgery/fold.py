@@ -10,8 +10,13 @@ from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.find import example_inputs
 from rotp_vision.surgery.trace import undisturbed
 
+# Layers that pass on what they are given, in evaluation mode.
+TRANSPARENT = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
 
-class _Ran(NamedTuple):
+
+class Ran(NamedTuple):
+    """A layer that ran in a forward pass, what it read and what it returned."""
+
     path: str
     module: nn.Module
     input: Tensor
@@ -42,7 +47,7 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
     if example_input is None:
         noise = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0))
         inputs = (noise.to(inputs[0]),)
-    ran, before = _run(model, inputs)
+    ran, before = run_layers(model, inputs)
     readers = {path: _readers(path, pool, ran) for path, pool in pools.items()}
     kept = [(layer, layer.weight.detach().clone()) for layers in readers.values() for layer in layers]
     gains = {path: pool.named_weights()['gain'] for path, pool in pools.items()}
@@ -52,7 +57,7 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
                 gain = gains[path].to(layer.weight.dtype)
                 layer.weight.mul_(gain.view(1, -1, *[1] * (layer.weight.dim() - 2)) if gain.dim() else gain)
             pools[path].set_weights(gain=1.0)
-    _, after = _run(model, inputs)
+    _, after = run_layers(model, inputs)
     error = float((after - before).double().norm() / before.double().norm())
     if not error <= torch.finfo(before.dtype).eps ** 0.5:
         with torch.no_grad():
@@ -67,15 +72,16 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
     return model
 
 
-def _run(model: nn.Module, inputs: tuple) -> tuple[list[_Ran], Tensor]:
-    ran: list[_Ran] = []
+def run_layers(model: nn.Module, inputs: tuple) -> tuple[list[Ran], Tensor]:
+    """The layers that run in a forward pass, in order, and what the model returns; the model stays undisturbed."""
+    ran: list[Ran] = []
     paths = {module: path for path, module in model.named_modules()}
 
     def note(module: nn.Module, args: tuple, output: object):
         # What a layer is made of says nothing about what follows it; of containers the parts have been noted.
         is_layer = isinstance(module, ROTPool) or not any(True for _ in module.children())
         if is_layer and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            ran.append(_Ran(paths[module], module, args[0], output))
+            ran.append(Ran(paths[module], module, args[0], output))
 
     with undisturbed(model):
         for module in model.modules():
@@ -86,19 +92,18 @@ def _run(model: nn.Module, inputs: tuple) -> tuple[list[_Ran], Tensor]:
     return ran, output
 
 
-def _readers(path: str, pool: ROTPool, ran: list[_Ran]) -> list[nn.Linear | nn.Conv2d]:
+def _readers(path: str, pool: ROTPool, ran: list[Ran]) -> list[nn.Linear | nn.Conv2d]:
     """The linear layers that read what the pool returns."""
     index = next((i for i, call in enumerate(ran) if call.module is pool), None)
     if index is None:
         raise ValueError(f'{path} does not run in a forward pass')
-    transparent = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
-    rest = [call for call in ran[index + 1 :] if not isinstance(call.module, transparent)]
+    rest = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
     if not rest:
         raise ValueError(f'no linear layer reads {path}: the gain has nowhere to go')
     first = rest[0]
     readers = [call.module for call in rest if call.input is first.input]
     for reader in readers:
-        if not _is_linear(reader):
+        if not is_linear(reader):
             raise ValueError(
                 f'the gain of {path} cannot be folded: {first.path} ({type(first.module).__name__}) reads it, '
                 'which is neither a linear layer nor a 1 × 1 convolution'
@@ -106,7 +111,8 @@ def _readers(path: str, pool: ROTPool, ran: list[_Ran]) -> list[nn.Linear | nn.C
     return [reader for reader in readers if isinstance(reader, (nn.Linear, nn.Conv2d))]
 
 
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear map of the features: a linear layer or a 1 × 1 convolution."""
     if isinstance(module, nn.Conv2d):
         return module.kernel_size == (1, 1) and module.padding in ((0, 0), 'valid') and module.groups == 1
     return isinstance(module, nn.Linear)

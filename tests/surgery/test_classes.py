@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
 
 from rotp_vision import GlobalROTPool2d, convert, freeze, revert, rot_pools
@@ -55,6 +56,22 @@ def test_revert_after_a_new_classifier():
     revert(model)
     assert type(model.global_pool) is native
     assert model(x).shape == (2, 7)
+
+
+def test_patches_that_do_not_exist_are_not_pooled():
+    torch.manual_seed(0)
+    cfg = NaFlexVitCfg(patch_size=16, embed_dim=16, depth=1, num_heads=2, reg_tokens=2, global_pool='avg')
+    model = NaFlexVit(cfg, num_classes=3).eval()
+    tokens, valid = torch.randn(2, 12, 16), torch.arange(10).expand(2, 10) < torch.tensor([[6], [10]])
+    native = model.forward_head(tokens, patch_valid=valid)
+    convert(model, example_input=torch.randn(2, 3, 64, 64))
+    model.rot_pool.set_weights(smoothness=1e7)
+    torch.testing.assert_close(model.forward_head(tokens, patch_valid=valid), native, rtol=1e-4, atol=1e-5)
+    model.rot_pool.set_weights(smoothness=0.7)
+    once = model.forward_head(tokens, patch_valid=valid)
+    torch.testing.assert_close(model.forward_head(tokens[:1, :8]), once[:1])
+    tokens[0, 8:] = 1e6
+    assert torch.equal(model.forward_head(tokens, False, valid), once)
 
 
 class Wrapper(nn.Module):

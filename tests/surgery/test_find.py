@@ -162,10 +162,12 @@ def test_what_cannot_be_replaced_is_found_with_the_reason(model, old, reason):
     [
         (lambda: timm.create_model('test_vit'), 'class token'),
         (lambda: timm.create_model('crossvit_9_240'), 'class token'),
+        (lambda: timm.create_model('volo_d1_224'), 'class token'),
         (lambda: torchvision.models.vit_b_32(), 'class token'),
         (lambda: timm.create_model('test_vit3'), 'by attention'),
         (lambda: timm.create_model('resnet50_clip'), 'by attention'),
         (lambda: torchvision.models.vgg11(), 'fixed grid'),
+        (lambda: timm.create_model('vgg11'), 'one pixel'),
         (lambda: torchvision.models.alexnet(), 'fixed grid'),
         (lambda: timm.create_model('test_resnet', num_classes=0, global_pool=''), 'no pooled output'),
         (lambda: timm.create_model('test_resnet', global_pool='avgmax'), 'neither the mean nor the maximum'),

@@ -1,0 +1,213 @@
+"""Feature maps of the frozen backbone, computed once and kept as float16 memory-mapped shards.
+
+Every process computes the maps of its share of the images and writes them to files of its own; all processes then read
+all of them, so that batches are composed exactly as without the cache.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from rotp_vision.training.checkpoint import force_to_disk
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
+from rotp_vision.training.model import map_shape
+from rotp_vision.training.run import Run
+from rotp_vision.training.sources import StreamSource
+
+
+class PoolAndClassifier(nn.Module):
+    """The part of a model that stage 2 trains, as a module of its own so that DDP sees its forward pass."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return self.model.forward_head(maps)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """What a cache will hold.
+
+    Args:
+        shape: (C, H, W) of one map.
+        train_images: number of training images.
+        val_images: number of validation images.
+        views: augmented views of a training image; 0 for one as evaluation sees it.
+    """
+
+    shape: tuple[int, int, int]
+    train_images: int
+    val_images: int
+    views: int
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk, of all processes together."""
+        return (max(self.views, 1) * self.train_images + self.val_images) * int(np.prod(self.shape)) * 2
+
+    def check_disk(self, directory: Path) -> None:
+        """OSError where the cache would not fit."""
+        place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+        free = shutil.disk_usage(place).free
+        if self.bytes * 1.02 > free:
+            raise OSError(
+                f'the feature cache needs {self.bytes / 2**30:.2f} GiB in {directory} but {free / 2**30:.2f} GiB are '
+                'free: choose another stage2.cache_dir, fewer stage2.cache_views, or stage2.cache_features false'
+            )
+
+
+def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int) -> str:
+    """Digest of everything that a map depends on: frozen weights, data and its augmentation."""
+    digest = hashlib.sha256()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, tensor in sorted(model.state_dict().items()):
+        if name not in trained:
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().double().numpy().tobytes())
+    settings = {key: value for key, value in asdict(data).items() if key not in ('workers', 'max_broken')}
+    digest.update(json.dumps([settings, seed, views], sort_keys=True).encode())
+    return digest.hexdigest()[:16]
+
+
+def shard_file(directory: Path, part: str, shard: Shard) -> Path:
+    """Maps of one part ('val', 'train0', 'train1', …) written by one process."""
+    return directory / f'{part}-{shard.rank}of{shard.processes}.npy'
+
+
+def labels_file(file: Path) -> Path:
+    """Labels of a shard; -1 for an image that could not be read."""
+    return file.with_name(f'{file.stem}-labels.npy')
+
+
+def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor], Tensor], length: int) -> list[str]:
+    """Computes one shard of `length` maps; its name appears only once it is whole. Returns names of broken images.
+
+    Args:
+        file: the shard.
+        batches: the images, in the order of the shard; unreadable ones carry label -1.
+        compute: images to maps (B, C, H, W).
+        length: images of the shard.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f'.{file.name}.tmp')
+    maps, done, broken = None, 0, []
+    labels = np.empty(length, np.int64)
+    for batch in batches:
+        values = compute(batch.images)
+        half = values.half()
+        if not bool(half.isfinite().all()):
+            raise ValueError(
+                f'a feature of size {values.abs().max():.3g} does not fit float16: set cache_features false'
+            )
+        if maps is None:
+            maps = np.lib.format.open_memmap(temporary, 'w+', np.float16, (length, *values.shape[1:]))
+        maps[done : done + len(half)] = half.cpu().numpy()
+        labels[done : done + len(half)] = batch.labels.numpy()
+        done += len(half)
+        broken += batch.broken
+    assert maps is not None
+    assert done == length
+    maps.flush()
+    force_to_disk(temporary)
+    with labels_file(file).open('wb') as stream:
+        np.save(stream, labels)
+    force_to_disk(labels_file(file))
+    temporary.rename(file)
+    force_to_disk(file.parent)
+    return broken
+
+
+class CachedMaps(Dataset):
+    """Batches of maps of one part, read from the shards of all processes."""
+
+    def __init__(self, directory: Path, part: str, processes: int):
+        files = [shard_file(directory, part, Shard(rank, processes)) for rank in range(processes)]
+        self.shards = [np.load(file, mmap_mode='r') for file in files]
+        self.labels = [np.load(labels_file(file)) for file in files]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.labels))
+
+    @property
+    def readable(self) -> int:
+        """How many of the images could be read."""
+        return sum(int((labels >= 0).sum()) for labels in self.labels)
+
+    def __getitem__(self, indices: list[int]) -> Batch:
+        """The maps of all `indices` that have one, in float16."""
+        places = [divmod(index, len(self.shards)) for index in indices]
+        labels = [int(self.labels[shard][row]) for row, shard in places]
+        rows = [self.shards[shard][row] for (row, shard), label in zip(places, labels, strict=True) if label >= 0]
+        maps = torch.from_numpy(np.stack(rows)) if rows else torch.empty(0)
+        return Batch(maps, torch.tensor([label for label in labels if label >= 0]), [])
+
+
+class FeatureCache:
+    """All parts of a cache."""
+
+    def __init__(self, directory: Path, views: int, processes: int):
+        self.train = [CachedMaps(directory, f'train{view}', processes) for view in range(max(views, 1))]
+        self.val = CachedMaps(directory, 'val', processes)
+
+    def train_batches(
+        self, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int, workers: int
+    ) -> Iterator[Batch]:
+        """As `train_loader`, of maps; views take turns by epoch."""
+        maps = self.train[epoch % len(self.train)]
+        batches = epoch_batches(len(maps), global_batch, accumulation, shard, seed, epoch, start)
+        return iter(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
+
+    def val_batches(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
+        """As `val_loader`, of maps."""
+        mine = range(shard.rank, len(self.val), shard.processes)
+        for first in range(0, len(mine), batch_size):
+            yield self.val[list(mine[first : first + batch_size])]
+
+
+def build_cache(run: Run, model: nn.Module) -> FeatureCache:
+    """The maps of all images by the frozen backbone of `model`, computed now unless they are there already."""
+    config, data, shard = run.config, run.config.data, run.shard
+    assert not isinstance(run.train, StreamSource)  # the configuration does not allow it
+    assert not isinstance(run.val, StreamSource)
+    views = config.stage2.cache_views
+    base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
+    directory = base / fingerprint(model, data, config.seed, views)
+    filler = torch.zeros(3, data.image_size, data.image_size)
+    parts: dict[str, TrainImages | ValImages] = {'val': ValImages(run.val, run.val_transform, filler)}
+    if views == 0:
+        parts['train0'] = ValImages(run.train, run.val_transform, filler)
+    for view in range(views):
+        parts[f'train{view}'] = TrainImages(run.train, run.train_transform, config.seed, view)
+
+    missing = [part for part in parts if not shard_file(directory, part, shard).exists()]
+    if any(run.host.gather(missing)):
+        plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
+        plan.check_disk(directory)
+        run.console.print(f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}', soft_wrap=True)
+
+    @torch.no_grad()
+    def compute(images: Tensor) -> Tensor:
+        with run.accelerator.autocast():
+            return model.forward_features(run.to_device(images)).float()  # type: ignore[operator]
+
+    model.eval()
+    for part, dataset in parts.items():
+        broken: list[str] = []
+        if part in missing:
+            batches = shard_loader(dataset, data, run.local_batch, shard)
+            length = len(range(shard.rank, len(dataset), shard.processes))
+            broken = write_shard(shard_file(directory, part, shard), batches, compute, length)
+        run.note_broken(broken)
+    run.host.wait()
+    return FeatureCache(directory, views, shard.processes)

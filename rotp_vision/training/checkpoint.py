@@ -1,0 +1,189 @@
+"""Checkpoints that survive being interrupted at any moment.
+
+A checkpoint is a directory: model.safetensors, state.pt (everything else, read with `weights_only=True`) and, written
+last, manifest.json with the progress, the configuration and the digests of the other files. It is written under another
+name, forced to disk, renamed, and only then are older ones removed.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+MODEL, STATE, MANIFEST = 'model.safetensors', 'state.pt', 'manifest.json'
+
+
+@dataclass
+class Progress:
+    """How far a run is; what a continued run must know besides tensors. Plain values, stored as JSON."""
+
+    stage: int = 1
+    epoch: int = 0  # the epoch under way
+    step: int = 0  # steps of it that are done
+    loss_sum: float = 0.0  # over these steps
+    best: dict[str, float] = field(default_factory=dict)  # best checkpoint of each stage: name → top-1 accuracy
+    steps: list[dict[str, Any]] = field(default_factory=list)  # rows of steps.csv
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # rows of metrics.csv
+    weights: list[dict[str, Any]] = field(default_factory=list)  # rows of weights.csv
+    summary: dict[str, dict[str, float]] = field(default_factory=dict)  # rows of the table at the end
+    broken: list[str] = field(default_factory=list)  # names of unreadable images met so far
+
+    @property
+    def name(self) -> str:
+        """Name of this point's checkpoint; names sort in the order of the run."""
+        return f'stage{self.stage}-epoch{self.epoch:04d}-step{self.step:06d}'
+
+    def note_accuracy(self, top1: float) -> None:
+        """Makes this point the best of its stage if it is."""
+        stage = f'stage{self.stage}-'
+        before = {name: value for name, value in self.best.items() if name.startswith(stage)}
+        if all(top1 > value for value in before.values()):
+            self.best = {name: value for name, value in self.best.items() if name not in before} | {self.name: top1}
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint as read."""
+
+    path: Path
+    progress: Progress
+    config: dict[str, Any]
+    model: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+def save_checkpoint(
+    directory: Path,
+    progress: Progress,
+    config: dict[str, Any],
+    model: Mapping[str, Tensor],
+    state: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Writes a checkpoint of this point under `directory`, then removes all but the last `keep` and the best.
+
+    Raises:
+        OSError: with a message that says so where the disk is full; the checkpoints before are untouched.
+    """
+    path = directory / progress.name
+    temporary = directory / f'.{progress.name}.tmp'
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / MODEL)
+        torch.save(state, temporary / STATE)
+        manifest = {
+            'progress': asdict(progress),
+            'config': config,
+            'digests': {name: _digest(temporary / name) for name in (MODEL, STATE)},
+        }
+        text = json.dumps(manifest | {'digest': _manifest_digest(manifest)})
+        (temporary / MANIFEST).write_text(text)
+        for file in (temporary / MODEL, temporary / STATE, temporary / MANIFEST, temporary):
+            force_to_disk(file)
+        _remove(path)  # a damaged one of the same point; a directory cannot be renamed onto a full one
+        temporary.rename(path)
+        force_to_disk(directory)
+    except (OSError, RuntimeError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise _explained(error, directory) from error
+    names = list_checkpoints(directory)
+    for old in names[:-keep]:
+        if old.name not in progress.best:
+            _remove(old)
+    return path
+
+
+def _remove(path: Path) -> None:
+    """Takes a checkpoint's name away before its files, so that half of one is never taken for a whole one."""
+    if path.exists():
+        shutil.rmtree(path.rename(path.with_name(f'.{path.name}.old')))
+
+
+def force_to_disk(path: Path) -> None:
+    """Returns when a file's content (a directory's entries) would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a small text file in one move."""
+    temporary = path.with_name(f'.{path.name}.tmp')
+    temporary.write_text(text)
+    force_to_disk(temporary)
+    temporary.replace(path)
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Finished checkpoints, oldest point of the run first; what an interruption left unfinished is not among them."""
+    return sorted(path for path in directory.glob('stage*-epoch*-step*') if path.is_dir())
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Reads and verifies a checkpoint; ValueError says what is wrong with it."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest.pop('digest') != _manifest_digest(manifest):
+            raise ValueError(f'{MANIFEST} is not what was written')
+        for name, digest in manifest['digests'].items():
+            if _digest(path / name) != digest:
+                raise ValueError(f'{name} is not what was written')
+        model = load_file(path / MODEL)
+        state = torch.load(path / STATE, map_location='cpu', weights_only=True)
+        return Checkpoint(path, Progress(**manifest['progress']), manifest['config'], model, state)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f'{path} is not a whole checkpoint: {error}') from error
+
+
+def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint that `resume` (auto, never or a path) means, and warnings about damaged ones passed over."""
+    warnings: list[str] = []
+    candidates = list_checkpoints(directory)
+    if resume == 'never':
+        if candidates:
+            raise ValueError(
+                f'{directory.parent} holds a run; continue it with --resume auto or choose another --output'
+            )
+        return None, warnings
+    if resume != 'auto':
+        return load_checkpoint(Path(resume)), warnings
+    for path in reversed(candidates):
+        try:
+            return load_checkpoint(path), warnings
+        except ValueError as error:
+            warnings.append(f'passed over a damaged checkpoint: {error}')
+    if candidates:
+        raise ValueError(f'every checkpoint in {directory} is damaged: ' + '; '.join(warnings))
+    return None, warnings
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open('rb') as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _explained(error: Exception, directory: Path) -> OSError:
+    """The error as an OSError that says whether the disk is full; torch reports that as a RuntimeError."""
+    usage = shutil.disk_usage(directory if directory.exists() else directory.parent)
+    full = getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) or usage.free < 1 << 20
+    reason = 'the disk is full' if full else f'writing failed ({error})'
+    free = f'{usage.free / 2**30:.2f} GiB free'
+    return OSError(f'no checkpoint written to {directory}: {reason}, {free}; the checkpoints before it are whole')

@@ -1,0 +1,361 @@
+"""The settings of a run: YAML plus `--key value` overrides, every field explained by `--help`."""
+
+import dataclasses
+import difflib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from jsonargparse import ArgumentParser
+
+Trained = Literal['pool', 'pool+classifier', 'all']
+
+
+@dataclass
+class DataConfig:
+    """Images and what is done to them before the network sees them.
+
+    Args:
+        source: `folder` (class directories under train/ and val/), `hf` (Hugging Face datasets: a hub name, a directory
+            of parquet files, or a copy made by save_to_disk) or `generated` (small objects on textured backgrounds).
+        path: the folder, the hub name or the directory; not used by `generated`.
+        train_split: name of the training split (a subfolder for `folder`).
+        val_split: name of the validation split.
+        image_key: column of the images (`hf`).
+        label_key: column of the labels (`hf`).
+        streaming: read an `hf` set as a stream instead of downloading it.
+        shuffle_buffer: images a stream holds to shuffle them.
+        train_images: training images of a stream whose size is not published, or of the generated set.
+        val_images: validation images of a stream whose size is not published, or of the generated set.
+        num_classes: classes the data must have; unset takes what is found (`generated` has at most 8).
+        image_size: side of the square the network sees, in pixels.
+        crop_pct: share of the resized image that evaluation keeps.
+        scale: smallest and largest share of the image's area a random training crop takes; (1, 1) crops nothing.
+        ratio: smallest and largest aspect ratio of a random training crop.
+        hflip: probability of a horizontal flip.
+        color_jitter: strength of colour jitter.
+        auto_augment: timm's policy string such as rand-m7-mstd0.5-inc1; unset for none.
+        random_erasing: probability of erasing a random rectangle.
+        workers: data workers per process; 0 loads in the training process.
+        max_broken: unreadable images tolerated, by name, before the run stops.
+    """
+
+    source: Literal['folder', 'hf', 'generated'] = 'folder'
+    path: str | None = None
+    train_split: str = 'train'
+    val_split: str = 'val'
+    image_key: str = 'image'
+    label_key: str = 'label'
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
+    train_images: int | None = None
+    val_images: int | None = None
+    num_classes: int | None = None
+    image_size: int = 224
+    crop_pct: float = 0.875
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (0.75, 4 / 3)
+    hflip: float = 0.5
+    color_jitter: float = 0.0
+    auto_augment: str | None = None
+    random_erasing: float = 0.0
+    workers: int = 8
+    max_broken: int = 100
+
+
+@dataclass
+class ModelConfig:
+    """The network, with its native pooling.
+
+    Args:
+        name: a timm name, or torchvision:NAME for one of torchvision's.
+        pretrained: start from the published weights of that name.
+        checkpoint: start from the weights in this file (.safetensors or .pth) or checkpoint directory.
+        kwargs: further arguments of the model's constructor.
+    """
+
+    name: str = 'resnet50'
+    pretrained: bool = False
+    checkpoint: str | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def _default_pool() -> str | dict[str, Any]:
+    return {'solver': 'sinkhorn', 'start': 'mean', 'view': 'rms', 'gain': 'scalar'}
+
+
+@dataclass
+class PoolConfig:
+    """The pooling that stage 2 puts in.
+
+    Args:
+        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), or a solver's name for the paper's.
+        where: which pools are replaced: global (before the classifier), local (inside the network) or all.
+    """
+
+    options: str | dict[str, Any] = field(default_factory=_default_pool)
+    where: Literal['global', 'local', 'all'] = 'global'
+
+
+@dataclass
+class StageConfig:
+    """How one stage is optimised.
+
+    Args:
+        epochs: passes over the training images; 0 leaves the stage out.
+        optimizer: a timm optimizer's name.
+        lr: peak learning rate, for the global batch as it is.
+        momentum: of the optimizers that have one.
+        weight_decay: not applied to biases, norms and the pooling's weights.
+        schedule: the learning rate's: step, cosine, tanh, poly, or constant.
+        decay_epochs: epochs between two decays (step).
+        decay_rate: factor of a decay (step).
+        min_lr: learning rate at the end (cosine, tanh, poly).
+        warmup_epochs: epochs of linear warm-up; fractions are allowed.
+        warmup_lr: learning rate at the start of the warm-up.
+        label_smoothing: share of the label given to the other classes.
+        mixup: α of mixup, 0 for none.
+        cutmix: α of CutMix, 0 for none.
+        clip_norm: largest norm of the gradient; unset for no clipping.
+        ema_decay: decay of the moving average of the weights, which is then what is evaluated; unset for none.
+        accumulation: forward passes whose gradients one step adds up; the global batch stays the same.
+    """
+
+    epochs: int = 90
+    optimizer: str = 'sgd'
+    lr: float = 0.1
+    momentum: float = 0.9
+    weight_decay: float = 1e-4
+    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'step'
+    decay_epochs: float = 30
+    decay_rate: float = 0.1
+    min_lr: float = 0.0
+    warmup_epochs: float = 0
+    warmup_lr: float = 1e-5
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    clip_norm: float | None = None
+    ema_decay: float | None = None
+    accumulation: int = 1
+
+
+@dataclass
+class PoolStageConfig(StageConfig):
+    """How stage 2, the one with ROTP, is optimised: the fields of stage 1 and what is trained.
+
+    Args:
+        train: pool (everything else frozen, as in the paper), pool+classifier, or all.
+        cache_features: compute the frozen backbone once and train from its stored maps (float16).
+        cache_views: augmented views stored per image, used in turn; 0 stores the image as evaluation sees it.
+        cache_dir: where the maps go; unset for OUTPUT/cache.
+    """
+
+    epochs: int = 10
+    lr: float = 0.001
+    weight_decay: float = 0.0
+    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
+    train: Trained = 'pool'
+    cache_features: bool = False
+    cache_views: int = 1
+    cache_dir: str | None = None
+
+
+@dataclass
+class RunConfig:
+    """Train an image classifier in two stages: with its native pooling, then with ROTP in its place.
+
+    Args:
+        output: directory of the run: checkpoints, metrics, pictures, export.
+        resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
+            that checkpoint.
+        dry_run: print the plan and a time estimate from a few steps, write nothing.
+        evaluate: only evaluate: a checkpoint directory, an exported directory or a weights file; `model` for the
+            network as configured.
+        seed: of initial weights, order, augmentation and the generated images.
+        global_batch_size: images per optimizer step over all processes; the same run on any number of processes.
+        mixed_precision: auto takes what the launcher says.
+        channels_last: memory format of images and weights.
+        compile: compile the network with torch.compile.
+        sync_batchnorm: batch statistics over all processes (GPU), so that they too do not depend on their number.
+        deterministic: refuse operations whose result varies from run to run (needed for bit-exact runs on GPU).
+        log_every: steps between two rows of steps.csv.
+        checkpoint_every: steps between two checkpoints inside an epoch; 0 for at epoch ends only.
+        keep: last checkpoints kept, besides the best; at least 2.
+        trackers: Accelerate's trackers, such as [tensorboard] or [wandb]; CSV is always written.
+        data: the images.
+        model: the network.
+        pool: the pooling of stage 2.
+        stage1: training with the native pooling.
+        stage2: training with ROTP.
+    """
+
+    output: str = 'runs/train'
+    resume: str = 'never'
+    dry_run: bool = False
+    evaluate: str | None = None
+    seed: int = 0
+    global_batch_size: int = 256
+    mixed_precision: Literal['auto', 'no', 'bf16', 'fp16'] = 'auto'
+    channels_last: bool = True
+    compile: bool = False
+    sync_batchnorm: bool = False
+    deterministic: bool = False
+    log_every: int = 50
+    checkpoint_every: int = 1000
+    keep: int = 2
+    trackers: list[str] = field(default_factory=list)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    pool: PoolConfig = field(default_factory=PoolConfig)
+    stage1: StageConfig = field(default_factory=StageConfig)
+    stage2: PoolStageConfig = field(default_factory=PoolStageConfig)
+
+
+# What may differ between a run and its continuation: none of it changes a number that the run computes.
+FREE_ON_RESUME = (
+    *('output', 'resume', 'dry_run', 'evaluate', 'log_every', 'checkpoint_every', 'keep', 'trackers'),
+    *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
+)
+
+
+def parse_config(args: Sequence[str] | None = None) -> RunConfig:
+    """The settings from `--config FILE` and `--key value` arguments; exits with a message on anything wrong."""
+    parser = ArgumentParser(
+        prog='train_imagenet.py',
+        usage='%(prog)s [--config FILE] [--key value] [--group.key value] …',
+        description=(RunConfig.__doc__ or '').splitlines()[0],
+        epilog='YAML files and arguments may be mixed; what comes later wins.',
+    )
+    parser.add_argument('--config', action='config', help='a YAML file of these settings')
+    parser.add_class_arguments(RunConfig, as_group=False)
+    args = list(_normalized(sys.argv[1:] if args is None else args))
+    unknown = list(_unknown_keys(args))
+    if unknown:
+        parser.error('\n'.join(unknown))
+    values = parser.parse_args(args).as_dict()
+    del values['config']
+    groups = {item.name: item.type for item in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(item.type)}
+    config = RunConfig(**(values | {name: cls(**values[name]) for name, cls in groups.items()}))  # type: ignore[operator]
+    try:
+        check_config(config)
+    except ValueError as error:
+        parser.error(str(error))
+    return config
+
+
+def check_config(config: RunConfig) -> None:
+    """A ValueError names the first setting that makes no sense by itself or beside another."""
+    data, stage1, stage2 = config.data, config.stage1, config.stage2
+
+    def need(right: bool, name: str, must: str, value: object) -> None:
+        if not right:
+            raise ValueError(f'{name} must be {must}, got {value!r}')
+
+    need(config.global_batch_size >= 1, 'global_batch_size', 'at least 1', config.global_batch_size)
+    need(config.keep >= 2, 'keep', 'at least 2, so that a broken checkpoint has one before it', config.keep)
+    need(config.log_every >= 1, 'log_every', 'at least 1', config.log_every)
+    need(config.checkpoint_every >= 0, 'checkpoint_every', 'at least 0', config.checkpoint_every)
+    need(data.source == 'generated' or bool(data.path), 'data.path', f'given for source {data.source}', data.path)
+    need(not data.streaming or data.source == 'hf', 'data.streaming', 'false unless data.source is hf', True)
+    need(data.image_size >= 8, 'data.image_size', 'at least 8', data.image_size)
+    need(data.workers >= 0, 'data.workers', 'at least 0', data.workers)
+    need(0 < data.crop_pct <= 1, 'data.crop_pct', 'in (0, 1]', data.crop_pct)
+    for name, stage in (('stage1', stage1), ('stage2', stage2)):
+        need(stage.epochs >= 0, f'{name}.epochs', 'at least 0', stage.epochs)
+        need(stage.lr > 0, f'{name}.lr', 'positive', stage.lr)
+        need(stage.accumulation >= 1, f'{name}.accumulation', 'at least 1', stage.accumulation)
+        need(stage.decay_epochs > 0, f'{name}.decay_epochs', 'positive', stage.decay_epochs)
+        decay = stage.ema_decay
+        need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
+    total = stage1.epochs + stage2.epochs
+    need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
+    need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)
+    need(stage2.cache_views >= 0, 'stage2.cache_views', 'at least 0', stage2.cache_views)
+    if stage2.cache_features:
+        need(stage2.train != 'all', 'stage2.train', "'pool' or 'pool+classifier' with cache_features", stage2.train)
+        mixing = max(stage2.mixup, stage2.cutmix)
+        need(mixing == 0, 'stage2.mixup and cutmix', '0 with cache_features: maps do not mix like images', mixing)
+        need(config.pool.where == 'global', 'pool.where', "'global' with cache_features", config.pool.where)
+        need(not data.streaming, 'data.streaming', 'false with cache_features', data.streaming)
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The settings as nested values that YAML and JSON give back as they were: the form in which they are stored."""
+    return dataclasses.asdict(config, dict_factory=_plain)
+
+
+def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What a continued run may not change, one line per setting: `stage1.lr: 0.1 → 0.2`."""
+    free = set(FREE_ON_RESUME)
+    if new['data']['streaming']:
+        free.remove('data.workers')  # the order of a stream depends on them
+    before, after = dict(flat(old)), dict(flat(new))
+    differing = [key for key in sorted({*before, *after} - free) if before.get(key) != after.get(key)]
+    return [f'{key}: {before.get(key)} → {after.get(key)}' for key in differing]
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in items}
+
+
+def flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f'{prefix}{key}.')
+        else:
+            yield prefix + key, value
+
+
+def _fields(cls: type, prefix: str = '') -> dict[str, bool]:
+    """Every dotted key of a config class, and whether it takes keys of its own."""
+    keys = {}
+    for item in dataclasses.fields(cls):
+        nested = item.type if isinstance(item.type, type) and dataclasses.is_dataclass(item.type) else None
+        keys[prefix + item.name] = 'dict' in str(item.type)
+        if nested is not None:
+            keys |= _fields(nested, f'{prefix}{item.name}.')
+    return keys
+
+
+def _normalized(args: Sequence[str]) -> Iterator[str]:
+    """`--global-batch-size=8 --dry-run` as `--global_batch_size=8 --dry_run=true`."""
+    switches = {item.name for item in dataclasses.fields(RunConfig) if item.type is bool}
+    for arg, following in zip(args, [*args, '--'][1:], strict=True):
+        if not arg.startswith('--'):
+            yield arg
+            continue
+        key, sign, value = arg[2:].partition('=')
+        key = key.replace('-', '_')
+        bare = key in switches and not sign and following.startswith('--')
+        yield f'--{key}=true' if bare else f'--{key}{sign}{value}'
+
+
+def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
+    """One message per key that no field has, with the nearest name there is."""
+    known = _fields(RunConfig)
+    tools = ('config', 'help', 'print_config', 'print_shtab')
+
+    def complaint(key: str, place: str) -> Iterator[str]:
+        parents = ['.'.join(key.split('.')[:n]) for n in range(1, key.count('.') + 1)]
+        if key in known or any(known.get(parent) for parent in parents):
+            return
+        near = difflib.get_close_matches(key, known, 1, 0.0)
+        last = [name for name in known if name.rsplit('.', 1)[-1] == key.rsplit('.', 1)[-1]]
+        yield f'unknown key {key!r} in {place}; did you mean {(last or near)[0]!r}?'
+
+    for position, arg in enumerate(args):
+        key, _, value = arg[2:].partition('=')
+        if not arg.startswith('--'):
+            continue
+        if key == 'config':
+            file = Path(value or next(iter(args[position + 1 :]), ''))
+            content = yaml.safe_load(file.read_text()) if file.is_file() else None
+            for name, _ in flat(content) if isinstance(content, Mapping) else ():
+                yield from complaint(name, str(file))
+        elif key.removesuffix('+') not in tools:
+            yield from complaint(key.removesuffix('+'), 'the arguments')

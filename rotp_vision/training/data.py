@@ -1,0 +1,247 @@
+"""Batches: order, augmentation and evaluation as functions of (seed, epoch, index) alone.
+
+Nothing here has a state that a checkpoint would have to hold: batch `step` of epoch `epoch` is the same whether the
+run came there directly or was resumed, whatever the number of data workers; and the images of a step are the same
+whatever the number of processes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from timm.data import create_transform  # pyright: ignore[reportPrivateImportUsage]
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.processes import random_state, seed_all, set_random_state
+from rotp_vision.training.sources import Source, StreamSource, UnreadableImage, decode_row
+
+Transform = Callable[[Any], Tensor]
+
+
+class Batch(NamedTuple):
+    """What a loader yields."""
+
+    images: Tensor  # (B, 3, H, W)
+    labels: Tensor  # (B,)
+    broken: list[str]  # names of the images that could not be read on the way
+
+
+class Shard(NamedTuple):
+    """Which process of how many."""
+
+    rank: int
+    processes: int
+
+
+def transforms(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Transform, Transform]:
+    """timm's transforms for training and for evaluation."""
+    common: dict[str, Any] = {'input_size': config.image_size, 'mean': mean, 'std': std, 'interpolation': 'bicubic'}
+    train = create_transform(
+        **common,
+        is_training=True,
+        scale=config.scale,
+        ratio=config.ratio,
+        hflip=config.hflip,
+        color_jitter=config.color_jitter,
+        auto_augment=config.auto_augment,
+        re_prob=config.random_erasing,
+    )
+    return train, create_transform(**common, crop_pct=config.crop_pct)  # type: ignore[return-value]
+
+
+def apply_seeded(transform: Transform, image: Any, *seeds: int) -> Tensor:
+    """`transform(image)` under random state of its own; the process's is left as it was."""
+    state = random_state() if get_worker_info() is None else None  # nothing else draws in a data worker
+    seed_all(*seeds)
+    try:
+        return transform(image)
+    finally:
+        if state is not None:
+            set_random_state(state)
+
+
+class TrainImages(Dataset):
+    """Augmented images of one epoch. An unreadable one is replaced by the next readable one, and named."""
+
+    def __init__(self, source: Source, transform: Transform, seed: int, epoch: int):
+        self.source, self.transform, self.seed, self.epoch = source, transform, seed, epoch
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, list[str]]:
+        broken: list[str] = []
+        for place in range(index, index + len(self)):
+            try:
+                image, label = self.source.read(place % len(self))
+            except UnreadableImage as error:
+                broken.append(str(error))
+                continue
+            return apply_seeded(self.transform, image, self.seed, self.epoch, index), label, broken
+        raise RuntimeError(f'no readable image in the training split; the last was {broken[-1]}')
+
+
+class ValImages(Dataset):
+    """Images as evaluation sees them. An unreadable one is left out, and named: another would falsify the result.
+
+    With `filler` it is that image, of label -1, instead: for those who need every place taken.
+    """
+
+    def __init__(self, source: Source, transform: Transform, filler: Tensor | None = None):
+        self.source, self.transform, self.filler = source, transform, filler
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | None, int, list[str]]:
+        try:
+            image, label = self.source.read(index)
+        except UnreadableImage as error:
+            return self.filler, -1, [str(error)]
+        return self.transform(image), label, []
+
+
+class StreamImages(IterableDataset):
+    """Images of a stream, for training (endless, augmented, shuffled) or evaluation (once, in order).
+
+    In training an unreadable row is replaced by the next readable one, so that the place in the stream alone says which
+    images came before it: the first `skip` rows, those before an interruption, need not be decoded to be passed over.
+    """
+
+    def __init__(
+        self, source: StreamSource, transform: Transform, shard: Shard, seed: int | None, epoch: int, skip: int
+    ):
+        self.source, self.transform, self.shard = source, transform, shard
+        self.seed, self.epoch, self.skip = seed, epoch, skip
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, int, list[str]]]:
+        worker = get_worker_info()
+        where = (*self.shard, worker.id if worker else 0)
+        broken: list[str] = []
+        for place, row in enumerate(self._rows()):
+            if place < self.skip:
+                yield None, -1, []
+                continue
+            try:
+                image, label = decode_row(row, self.source.config, f'{self.source.split} {where}[{place}]')
+            except UnreadableImage as error:
+                broken.append(str(error))
+                if self.seed is None:
+                    yield None, -1, [str(error)]
+                continue
+            if self.seed is None:
+                yield self.transform(image), label, []
+                continue
+            for earlier in range(len(broken), -1, -1):
+                sample = apply_seeded(self.transform, image, self.seed, self.epoch, *where, place - earlier)
+                yield sample, label, broken
+                broken = []
+
+    def _rows(self) -> Iterator[dict[str, Any]]:
+        # Shards are uneven: in training, a process that comes to its end early goes round again.
+        for lap in itertools.count():
+            epoch = self.epoch + 1_000_000 * lap
+            yield from self.source.rows(*self.shard, shuffle_seed=self.seed, epoch=epoch)
+            if self.seed is None:
+                return
+
+
+def collate(samples: list[tuple[Tensor | None, int, list[str]]]) -> Batch:
+    """A batch of the samples that have an image."""
+    kept = [(image, label) for image, label, _ in samples if image is not None]
+    images = torch.stack([image for image, _ in kept]) if kept else torch.empty(0)
+    broken = [name for _, _, names in samples for name in names]
+    return Batch(images, torch.tensor([label for _, label in kept], dtype=torch.int64), broken)
+
+
+def steps_per_epoch(length: int, global_batch: int) -> int:
+    """Whole global batches in an epoch; the rest of a permutation is left for other epochs' permutations."""
+    if length < global_batch:
+        raise ValueError(f'global_batch_size must be at most the {length} training images, got {global_batch}')
+    return length // global_batch
+
+
+def split_batch(global_batch: int, processes: int, accumulation: int) -> int:
+    """Images of one forward pass on one process."""
+    size, rest = divmod(global_batch, processes * accumulation)
+    if rest:
+        raise ValueError(
+            f'global_batch_size must be a multiple of processes × accumulation = {processes} × {accumulation}, '
+            f'got {global_batch}'
+        )
+    return size
+
+
+def epoch_batches(
+    length: int, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int
+) -> list[list[int]]:
+    """Indices of the forward passes of one process, from step `start` of an epoch on.
+
+    A step takes the next `global_batch` images of the epoch's permutation; its forward passes and the processes divide
+    them, so that a step's images do not depend on the number of processes.
+    """
+    size = split_batch(global_batch, shard.processes, accumulation)
+    steps = steps_per_epoch(length, global_batch)
+    order = np.random.default_rng((seed, epoch)).permutation(length)[: steps * global_batch]
+    mine = order.reshape(steps, accumulation, shard.processes, size)[start:, :, shard.rank]
+    return mine.reshape(-1, size).tolist()
+
+
+def train_loader(
+    source: Source | StreamSource,
+    transform: Transform,
+    config: DataConfig,
+    *,
+    global_batch: int,
+    accumulation: int,
+    shard: Shard,
+    seed: int,
+    epoch: int,
+    start: int = 0,
+) -> Iterator[Batch]:
+    """Batches of the forward passes of one process in an epoch, from step `start` on."""
+    size = split_batch(global_batch, shard.processes, accumulation)
+    if isinstance(source, StreamSource):
+        passes, workers = start * accumulation, max(config.workers, 1)
+        # Workers serve the batches in turn; what the least busy one has served is passed over by all unread.
+        dataset = StreamImages(source, transform, shard, seed=seed, epoch=epoch, skip=passes // workers * size)
+        stream = iter(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
+        for _ in range(passes):
+            next(stream)
+        return stream
+    batches = epoch_batches(len(source), global_batch, accumulation, shard, seed, epoch, start)
+    dataset = TrainImages(source, transform, seed, epoch)
+    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+
+
+def val_loader(
+    source: Source | StreamSource, transform: Transform, config: DataConfig, batch_size: int, shard: Shard
+) -> Iterator[Batch]:
+    """Batches of one process's share of the validation images: every one in exactly one process, none twice."""
+    if isinstance(source, StreamSource):
+        dataset = StreamImages(source, transform, shard, seed=None, epoch=0, skip=0)
+        return iter(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
+    return shard_loader(ValImages(source, transform), config, batch_size, shard)
+
+
+def shard_loader(
+    dataset: TrainImages | ValImages, config: DataConfig, batch_size: int, shard: Shard
+) -> Iterator[Batch]:
+    """Batches of every processes-th image from the rank-th on, each once and in order."""
+    mine = range(shard.rank, len(dataset), shard.processes)
+    batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]
+    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+
+
+def _loading(config: DataConfig) -> dict[str, Any]:
+    # A generator of its own: a loader draws a base seed, which would move the process's random state at every start.
+    return {
+        'num_workers': config.workers,
+        'pin_memory': torch.cuda.is_available(),
+        'generator': torch.Generator(),
+        'prefetch_factor': 4 if config.workers else None,
+    }

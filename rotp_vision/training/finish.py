@@ -1,0 +1,97 @@
+"""What a person gets to see of a run: its plan, and at the end tables, pictures and the exported model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rotp_vision.hub import TORCHVISION, save_pretrained
+from rotp_vision.surgery import rot_pools
+from rotp_vision.training import report
+from rotp_vision.training.cache import CachePlan
+from rotp_vision.training.config import ModelConfig, PoolConfig, StageConfig
+from rotp_vision.training.data import ValImages, split_batch
+from rotp_vision.training.model import count_parameters, map_shape, normalization
+from rotp_vision.training.run import Run
+from rotp_vision.training.sources import StreamSource
+
+NATIVE = 'native pooling'
+
+
+def pool_title(config: PoolConfig) -> str:
+    """Name of the trained pooling in tables."""
+    return 'ROTP ' + (config.options if isinstance(config.options, str) else config.options.get('solver', 'badmm-e'))
+
+
+def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, steps: int) -> None:
+    """What a stage is about to do."""
+    config = run.config
+    total, trained = count_parameters(model)
+    micro = split_batch(config.global_batch_size, run.shard.processes, settings.accumulation)
+    facts: dict[str, object] = {
+        'model': f'{config.model.name}, {total:,} parameters, {trained:,} trained',
+        'images': f'{len(run.train):,} for training, {len(run.val):,} for validation, {len(run.train.classes)} classes',
+        'batch': f'{config.global_batch_size} = {run.shard.processes} processes × {settings.accumulation} × {micro}',
+        'steps': f'{settings.epochs} epochs × {steps} = {settings.epochs * steps:,}',
+        'optimizer': f'{settings.optimizer}, learning rate {settings.lr:g}, {settings.schedule}',
+        'precision': run.accelerator.mixed_precision,
+    }
+    if stage == 2:
+        paths = ', '.join(rot_pools(model))
+        facts['pooling'] = f'{paths}: {pool_title(config.pool)}, trains {config.stage2.train}'
+    if stage == 2 and config.stage2.cache_features:
+        shape = map_shape(model, config.data.image_size)
+        plan = CachePlan(shape, len(run.train), len(run.val), config.stage2.cache_views)
+        facts['cache'] = f'{plan.bytes / 2**30:.2f} GiB of {shape} maps in float16'
+    report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
+
+
+def finish(run: Run, model: nn.Module) -> None:
+    """Tables, pictures and the exported model."""
+    progress, output = run.progress, run.output
+    pools = rot_pools(model)
+    report.show_summary(run.console, progress.summary, report.learned_weights(pools))
+    pictures = ['curves.png']
+    report.plot_curves(output / 'curves.png', progress.epochs)
+    if pools:
+        report.plot_weights(output / 'weights.png', progress.weights)
+        pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
+    run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True)
+    run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True)
+    run.console.print(f'load it:  {_export(model, run.config.model, output / "export")}', soft_wrap=True)
+
+
+def _export(model: nn.Module, config: ModelConfig, directory: Path) -> str:
+    """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
+    model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
+    if rot_pools(model):
+        base = config.name if config.name.startswith(TORCHVISION) else None
+        save_pretrained(model, directory, base=base, model_args=config.kwargs, force=True)
+        return f"rotp_vision.load_pretrained('{directory}')"
+    if config.name.startswith(TORCHVISION):
+        save_file(model.state_dict(), directory.with_suffix('.safetensors'))
+        return f"--model.checkpoint '{directory.with_suffix('.safetensors')}'"
+    timm.models.save_for_hf(model, str(directory), model_args=config.kwargs, safe_serialization=True)  # type: ignore
+    return f"timm.create_model('local-dir:{directory}', pretrained=True)"
+
+
+def _picture_where_looked(run: Run, model: nn.Module, pools: Mapping[str, nn.Module]) -> list[str]:
+    """Writes looked.png, validation images and the weight of each place; nothing where no pooling is a global one."""
+    pool = next((pool for pool in reversed(list(pools.values())) if hasattr(pool, 'plan')), None)
+    if pool is None or isinstance(run.val, StreamSource):
+        return []
+    dataset = ValImages(run.val, run.val_transform)
+    samples = [dataset[int(place)] for place in torch.linspace(0, len(dataset) - 1, 8)]
+    images = torch.stack([image for image, _, _ in samples if image is not None]).to(run.accelerator.device)
+    labels = [label for image, label, _ in samples if image is not None]
+    looked, logits = report.where_pool_looked(model.eval(), pool, images)
+    names = run.val.classes
+    titles = [
+        names[label] if guess == label else f'{names[label]}\nseen as {names[guess]}'
+        for label, guess in zip(labels, logits.argmax(1).tolist(), strict=True)
+    ]
+    report.plot_looked(run.output / 'looked.png', images, looked, titles, *normalization(model))
+    return ['looked.png']

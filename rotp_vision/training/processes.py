@@ -1,0 +1,168 @@
+"""Processes of a run: the launch check, agreement between them, signals, random state."""
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+
+def check_launch(accelerator: Accelerator) -> None:
+    """Raises where a launcher started several processes that do not know of each other, or shards the model."""
+    world = int(os.environ.get('WORLD_SIZE', '1'))
+    if world > 1 and accelerator.num_processes == 1:
+        raise RuntimeError(
+            f'the launcher started {world} processes but each believes it is alone; on CPU set '
+            f'ACCELERATE_USE_CPU=true, e.g. ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node {world} '
+            'train_imagenet.py …'
+        )
+    plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+    if accelerator.distributed_type not in plain:
+        raise RuntimeError(
+            f'this script runs on one process or data parallel (DDP); {accelerator.distributed_type.value} shards the '
+            'model, which its checkpoints do not cover. Use a file of configs/accelerate/'
+        )
+
+
+class HostGroup:
+    """Agreement between the host sides of all processes, over gloo: it never waits for a GPU."""
+
+    def __init__(self, accelerator: Accelerator):
+        self.group: dist.ProcessGroup | None = None
+        if accelerator.num_processes > 1:
+            group = dist.new_group(backend='gloo')
+            assert isinstance(group, dist.ProcessGroup)
+            self.group = group
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over the processes."""
+        if self.group is None:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in the order of their ranks, on every process."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def wait(self) -> None:
+        """Returns when every process has come here."""
+        self.sum(0)
+
+
+class LossWatch:
+    """The loss on the host without stopping the device's queue.
+
+    `record` is called when the forward pass has been queued, `read` when the backward pass has been: by then the device
+    is busy with it, and waiting for the loss costs it nothing.
+    """
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == 'cuda'
+        self.host = torch.zeros((), pin_memory=self.cuda)
+        self.done = torch.cuda.Event() if self.cuda else None
+
+    def record(self, loss: Tensor) -> None:
+        self.host.copy_(loss.detach(), non_blocking=self.cuda)
+        if self.done is not None:
+            self.done.record()
+
+    def read(self) -> float:
+        if self.done is not None:
+            self.done.synchronize()
+        return float(self.host)
+
+
+class KeptBuffers:
+    """A module's buffers as they were before a step: a forward pass moves batch statistics, good or bad."""
+
+    def __init__(self, module: nn.Module):
+        self.buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        self.kept = [buffer.clone() for buffer in self.buffers]
+
+    def keep(self) -> None:
+        _copy(self.kept, self.buffers)
+
+    def restore(self) -> None:
+        _copy(self.buffers, self.kept)
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    if targets:  # one launch for all; it refuses none
+        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[str]]:
+    """A list to which SIGTERM and SIGINT append their names instead of ending the process; a second SIGINT does."""
+    caught: list[str] = []
+
+    def remember(number: int, frame: object) -> None:
+        if number == signal.SIGINT and caught:
+            raise KeyboardInterrupt
+        caught.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def random_state() -> dict[str, Any]:
+    """State of this process's generators, in types that `torch.load(weights_only=True)` reads."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (timm's transforms and Mixup draw from it)
+    state = {
+        'python': random.getstate(),
+        'numpy': (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        'torch': torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state['cuda'] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Puts the generators back as `random_state` found them."""
+    random.setstate(state['python'])
+    name, keys, *rest = state['numpy']
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    torch.set_rng_state(state['torch'])
+    if 'cuda' in state:
+        torch.cuda.set_rng_state(state['cuda'])
+
+
+def seed_all(*numbers: int) -> None:
+    """Seeds Python, NumPy and torch from several numbers, none of which may be negative.
+
+    NumPy's seed sequence mixes them, so that neighbouring numbers give unrelated streams. On CPU this costs some 20 µs
+    (`torch.manual_seed`, which looks for every kind of device, 300 µs).
+    """
+    first, second = np.random.SeedSequence(numbers).generate_state(2, np.uint32)
+    random.seed(int(first))
+    np.random.seed(int(second))  # noqa: NPY002
+    seed = int(first) << 31 ^ int(second)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def share_buffers(module: nn.Module, accelerator: Accelerator) -> None:
+    """Gives every process the buffers of the main one, as DDP does before a forward pass in training."""
+    if accelerator.num_processes > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)

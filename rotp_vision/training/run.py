@@ -1,0 +1,110 @@
+"""What every part of a run shares, and evaluation."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from rich.console import Console
+from torch import Tensor, nn
+
+from rotp_vision.training.checkpoint import Progress
+from rotp_vision.training.config import RunConfig
+from rotp_vision.training.data import Batch, Shard, Transform, val_loader
+from rotp_vision.training.processes import HostGroup
+from rotp_vision.training.sources import Source, StreamSource
+
+
+@dataclass
+class Run:
+    """A run as one process sees it."""
+
+    config: RunConfig
+    stored_config: dict[str, Any]  # as checkpoints keep it
+    accelerator: Accelerator
+    host: HostGroup
+    console: Console
+    stop: list[str]  # names of the signals that came
+    train: Source | StreamSource
+    val: Source | StreamSource
+    train_transform: Transform
+    val_transform: Transform
+    progress: Progress
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.accelerator.process_index, self.accelerator.num_processes)
+
+    @property
+    def output(self) -> Path:
+        return Path(self.config.output)
+
+    @property
+    def main(self) -> bool:
+        return self.accelerator.is_main_process
+
+    @property
+    def local_batch(self) -> int:
+        """Images of a batch that is not trained on."""
+        return max(self.config.global_batch_size // self.shard.processes, 1)
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model on the device and in the memory format of the run."""
+        model.to(self.accelerator.device)
+        if self.config.channels_last:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model
+
+    def to_device(self, images: Tensor) -> Tensor:
+        """Images or maps, likewise, in float32."""
+        images = images.to(self.accelerator.device, non_blocking=True).float()
+        return images.contiguous(memory_format=torch.channels_last) if self.config.channels_last else images
+
+    def note_broken(self, names: list[str]) -> None:
+        """Names, counts and remembers unreadable images of all processes; too many of them end the run."""
+        known, limit = self.progress.broken, self.config.data.max_broken
+        new = {name for some in self.host.gather(names) for name in some} - set(known)
+        for name in sorted(new):
+            known.append(name)
+            self.console.print(f'[yellow]warning:[/] unreadable image {name} ({len(known)} so far)', soft_wrap=True)
+        if len(known) > limit:
+            fail(f'{len(known)} unreadable images are more than data.max_broken = {limit}; the last: {known[-1]}')
+
+    def val_images(self) -> Iterator[Batch]:
+        """This process's share of the validation images."""
+        return val_loader(self.val, self.val_transform, self.config.data, self.local_batch, self.shard)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batches: Iterator[Batch], expected: int) -> dict[str, float]:
+        """Loss and accuracy over all processes: sums and one count, in which every image is found exactly once."""
+        model.eval()
+        sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
+        broken: list[str] = []
+        for batch in batches:
+            broken += batch.broken
+            if not len(batch.labels):
+                continue
+            labels = batch.labels.to(self.accelerator.device, non_blocking=True)
+            with self.accelerator.autocast():
+                logits = model(self.to_device(batch.images))
+            logits = logits.float()
+            hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+            loss = F.cross_entropy(logits, labels, reduction='sum')
+            sums += torch.stack([loss, hits[:, 0].sum(), hits.sum(), torch.ones_like(labels).sum()]).double()
+        loss, top1, top5, count, lost = self.host.sum(*sums.tolist(), len(broken))
+        self.note_broken(broken)
+        if count + lost != expected or count == 0:
+            raise RuntimeError(f'evaluation saw {count:.0f} images, and {lost:.0f} unreadable ones, of {expected}')
+        return {'loss': loss / count, 'top1': 100 * top1 / count, 'top5': 100 * top5 / count, 'images': int(count)}
+
+
+def fail(error: object) -> NoReturn:
+    """Ends the process with a message instead of a traceback; of several processes one speaks."""
+    if os.environ.get('RANK', '0') == '0':
+        print(f'error: {error}', file=sys.stderr, flush=True)
+    raise SystemExit(1)

@@ -1,0 +1,204 @@
+"""Where images come from: a folder, Hugging Face datasets, or the generated set; each checked before anything runs."""
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from PIL import Image
+
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.generated import CLASSES, generate
+
+
+class UnreadableImage(Exception):
+    """An image that cannot be decoded; its message is the image's name."""
+
+
+class Source(Protocol):
+    """A split with random access."""
+
+    classes: list[str]  # names, by label
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        """The decoded image and its label; raises UnreadableImage."""
+        ...
+
+
+def decode(file: Any, name: str) -> Image.Image:
+    """An RGB image from a path or a file; UnreadableImage with its name where that fails."""
+    try:
+        with Image.open(file) as image:
+            return image.convert('RGB')
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UnreadableImage(name) from error
+
+
+class FolderSource:
+    """Class directories with images in them."""
+
+    def __init__(self, directory: Path):
+        from torchvision.datasets.folder import IMG_EXTENSIONS
+
+        if not directory.is_dir():
+            raise ValueError(f'data.path must hold the split as a directory, but there is no {directory}')
+        self.classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
+        self.files: list[str] = []
+        self.labels: list[int] = []
+        for label, name in enumerate(self.classes):
+            found = sorted(
+                os.path.join(folder, file)
+                for folder, _, files in os.walk(directory / name, followlinks=True)
+                for file in files
+                if file.lower().endswith(IMG_EXTENSIONS)
+            )
+            if not found:
+                raise ValueError(f'class directory {directory / name} holds no image')
+            self.files += found
+            self.labels += [label] * len(found)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return decode(self.files[index], self.files[index]), self.labels[index]
+
+
+class GeneratedSource:
+    """Small objects on textured backgrounds, made when asked for."""
+
+    def __init__(self, seed: int, split: int, length: int, size: int, num_classes: int):
+        if not 2 <= num_classes <= len(CLASSES):
+            raise ValueError(f'data.num_classes must be 2 to {len(CLASSES)} for generated images, got {num_classes}')
+        self.seed, self.split, self.length, self.size = seed, split, length, size
+        self.classes: list[str] = list(CLASSES[:num_classes])
+
+    def __len__(self) -> int:
+        return self.length
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return generate(self.seed, self.split, index, self.size, len(self.classes))
+
+
+def decode_row(row: dict[str, Any], config: DataConfig, name: str) -> tuple[Image.Image, int]:
+    """Image and label of a row whose image is still {bytes, path}."""
+    image = row[config.image_key]
+    name = image.get('path') or name
+    if image.get('bytes') is None and not image.get('path'):
+        raise UnreadableImage(name)
+    return decode(io.BytesIO(image['bytes']) if image.get('bytes') is not None else image['path'], name), int(
+        row[config.label_key]
+    )
+
+
+class HubSource:
+    """A split of a Hugging Face dataset on disk."""
+
+    def __init__(self, dataset: Any, config: DataConfig, split: str):
+        self.dataset, self.config, self.split = dataset, config, split
+        self.classes = class_names(dataset, config, split)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def read(self, index: int) -> tuple[Image.Image, int]:
+        return decode_row(self.dataset[index], self.config, f'{self.split}[{index}]')
+
+
+class StreamSource:
+    """A split of a Hugging Face dataset as a stream, one part of it per process."""
+
+    def __init__(self, dataset: Any, config: DataConfig, split: str, length: int):
+        self.dataset, self.config, self.split, self.length = dataset, config, split, length
+        self.classes = class_names(dataset, config, split)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def rows(self, rank: int, processes: int, *, shuffle_seed: int | None, epoch: int) -> Iterator[dict[str, Any]]:
+        """Rows of one process (and data worker), in an order that depends on the arguments alone."""
+        from datasets.distributed import split_dataset_by_node
+
+        part = split_dataset_by_node(self.dataset, rank=rank, world_size=processes)
+        if shuffle_seed is not None:
+            part = part.shuffle(seed=shuffle_seed, buffer_size=self.config.shuffle_buffer)
+            part.set_epoch(epoch)
+        return iter(part)
+
+
+def class_names(dataset: Any, config: DataConfig, split: str) -> list[str]:
+    """Names of the classes of a Hugging Face dataset, from its features or, for plain integers, from the labels."""
+    features = dataset.features
+    if features is None:
+        raise ValueError(f'{config.path} ({split}) does not publish its columns; download it instead of streaming')
+    for key, name in ((config.image_key, 'data.image_key'), (config.label_key, 'data.label_key')):
+        if key not in features:
+            raise ValueError(f'{name} must be one of the columns {", ".join(features)}, got {key!r}')
+    label = features[config.label_key]
+    if getattr(label, 'names', None):
+        return list(label.names)
+    if config.streaming:
+        if config.num_classes is None:
+            raise ValueError('data.num_classes must be given for a stream whose labels have no names')
+        return [str(number) for number in range(config.num_classes)]
+    labels = set(dataset.unique(config.label_key))
+    if labels and (min(labels) < 0 or not all(isinstance(number, int) for number in labels)):
+        raise ValueError(f'data.label_key must hold class numbers from 0, got {sorted(labels)[:5]} …')
+    return [str(number) for number in range(max(labels, default=-1) + 1)]
+
+
+def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSource | StreamSource:
+    import datasets
+
+    assert config.path is not None
+    path = Path(config.path)
+    dataset: Any
+    if path.is_dir() and any(path.rglob('*.parquet')):
+        files = sorted(str(file) for file in path.rglob('*.parquet') if file.name.startswith(split))
+        if not files:
+            raise ValueError(f'{path} holds no parquet file whose name begins with {split!r}')
+        dataset = datasets.load_dataset('parquet', data_files={split: files}, split=split, streaming=config.streaming)
+    elif path.is_dir():
+        loaded: Any = datasets.load_from_disk(str(path))
+        if split not in loaded:
+            raise ValueError(f'{path} has no split {split!r}; it has {", ".join(loaded)}')
+        dataset = loaded[split].to_iterable_dataset(64) if config.streaming else loaded[split]
+    else:
+        dataset = datasets.load_dataset(config.path, split=split, streaming=config.streaming)
+    if dataset.features is not None and config.image_key in dataset.features:
+        dataset = dataset.cast_column(config.image_key, datasets.Image(decode=False))
+    if not config.streaming:
+        return HubSource(dataset, config, split)
+    published = dataset.info.splits.get(split) if dataset.info.splits else None
+    length = given_length or (published.num_examples if published else None)
+    if length is None:
+        raise ValueError(f'the size of split {split!r} is not published: give data.train_images and data.val_images')
+    return StreamSource(dataset, config, split, length)
+
+
+def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, Source | StreamSource]:
+    """Training and validation split, checked: there, not empty, and of the same, expected classes."""
+    if config.source == 'folder':
+        root = Path(config.path or '')
+        if not root.is_dir():
+            raise ValueError(f'data.path must be an existing directory, got {config.path!r}')
+        train, val = FolderSource(root / config.train_split), FolderSource(root / config.val_split)
+    elif config.source == 'hf':
+        train = _load_hub(config, config.train_split, config.train_images)
+        val = _load_hub(config, config.val_split, config.val_images)
+    else:
+        classes = len(CLASSES) if config.num_classes is None else config.num_classes
+        train = GeneratedSource(seed, 0, config.train_images or 4096, config.image_size, classes)
+        val = GeneratedSource(seed, 1, config.val_images or 1024, config.image_size, classes)
+    for name, source in ((config.train_split, train), (config.val_split, val)):
+        if len(source) == 0:
+            raise ValueError(f'split {name!r} of {config.path} is empty')
+    if train.classes != val.classes and config.source == 'folder':
+        odd = sorted(set(train.classes) ^ set(val.classes))
+        raise ValueError(f'the splits must have the same classes; only one of them has {", ".join(odd[:5])}')
+    if config.num_classes is not None and len(train.classes) != config.num_classes:
+        raise ValueError(f'data.num_classes is {config.num_classes} but {len(train.classes)} classes were found')
+    return train, val

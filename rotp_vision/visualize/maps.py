@@ -1,0 +1,135 @@
+"""What a global pool made of images: where its plan put mass, and what speaks for a class."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.layers import ROTSetPool
+from rotp_vision.layers.global_pool import MapPool
+from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.fold import TRANSPARENT, is_linear, run_layers
+
+
+class PoolMaps(NamedTuple):
+    """What the global ROT pool of a model made of B images, on its (h, w) grid."""
+
+    path: str  # of the pool in the model
+    logits: Tensor  # (B, classes), what the model returns
+    sample_marginal: Tensor  # (B, h, w) q_n = Σ_d P_dn, of mass one
+    contributions: Tensor  # (B, D, h, w) g_d x_dn P(n|d), whose sum over places is the pooled feature
+    average: Tensor  # (B, D, h, w) x_dn / N, the same for average pooling
+    classifier: nn.Linear | nn.Conv2d | None  # the linear layer that reads the pooled features and gives the logits
+    obstacle: str  # why there is none, '' if there is
+
+
+class Evidence(NamedTuple):
+    """What speaks for a class, place by place; `rotp` sums to the class's logit minus `bias`."""
+
+    class_index: Tensor  # (B,)
+    bias: Tensor  # (B,)
+    rotp: Tensor  # (B, h, w)
+    average: Tensor  # (B, h, w), the same for average pooling in the ROT pool's place
+
+
+def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
+    """Runs a model, in evaluation mode, and looks into its global ROT pool.
+
+    Args:
+        model: with one global ROT pool (`GlobalROTPool2d`, `MixedROTPool2d`, or `ROTSetPool` over a grid of tokens);
+            local ones may be there too. Its mode and hooks are as before afterwards.
+        images: (B, 3, H, W) of any size the model takes, normalised.
+    """
+    path, pool = _global_pool(model)
+    ran, logits = run_layers(model, (images,))
+    index = next((i for i, call in enumerate(ran) if call.module is pool), None)
+    if index is None:
+        raise ValueError(f'the ROT pool {path} does not run in a forward pass of the model')
+    maps, pooled = ran[index].input, ran[index].output.flatten(1)
+    with torch.no_grad():
+        if isinstance(pool, MapPool):
+            sets, log_plan = pool.sets(maps), pool.plan(maps)
+            grid = tuple(maps.shape[1:3] if pool.input_fmt == 'NHWC' else maps.shape[2:])
+        else:
+            sets = maps.transpose(1, 2)
+            log_plan, grid = pool.log_plan(sets), _grid(sets.shape[2], *images.shape[2:])
+        sets = sets.to(log_plan.dtype)
+        contributions = sets * log_plan.softmax(2)
+        if pool.gain is not None:
+            contributions = contributions * pool.gain().to(contributions.dtype).view(1, -1, 1)
+    if not torch.allclose(contributions.sum(2), pooled.to(contributions.dtype), rtol=1e-2, atol=_slack(pooled)):
+        raise ValueError(f'the output of {path} is not its features averaged under its plan: have its heads a gain?')
+
+    after = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
+    classifier, obstacle = None, ''
+    if not after:
+        obstacle = 'no classifier follows it'
+    elif len(after) > 1 or not is_linear(after[0].module):
+        between = [f'{call.path} ({type(call.module).__name__})' for call in after]
+        obstacle = f'{", ".join(between[:3])}{", …" if len(between) > 3 else ""} follows it, not a linear layer alone'
+    elif not torch.equal(after[0].input.flatten(1), pooled) or not torch.equal(after[0].output.flatten(1), logits):
+        obstacle = f'a function stands before or after {after[0].path}'
+    else:
+        assert isinstance(after[0].module, (nn.Linear, nn.Conv2d))
+        classifier = after[0].module
+    return PoolMaps(
+        path,
+        logits,
+        log_plan.exp().sum(1).unflatten(1, grid),
+        contributions.unflatten(2, grid),
+        (sets / sets.shape[2]).unflatten(2, grid),
+        classifier,
+        obstacle,
+    )
+
+
+def evidence(maps: PoolMaps, class_index: int | Sequence[int] | Tensor | None = None) -> Evidence:
+    """What speaks for a class, place by place, with a linear classifier w right after the pool.
+
+        E_n = Σ_d w_d g_d x_dn P(n|d),   Σ_n E_n = logit - bias
+
+    Args:
+        maps: of `pool_maps`.
+        class_index: one class for all images, or one for each; None for the one that the model predicts.
+
+    Raises:
+        ValueError: if something else than a linear layer reads the pooled features, such as a norm.
+    """
+    if maps.classifier is None:
+        raise ValueError(
+            f'an evidence map needs a linear classifier directly after the pool {maps.path}, but {maps.obstacle}'
+        )
+    batch, num_classes = maps.logits.shape
+    if class_index is None:
+        classes = maps.logits.argmax(1)
+    else:
+        classes = torch.as_tensor(class_index, device=maps.logits.device).expand(batch)
+        if not bool(((classes >= 0) & (classes < num_classes)).all()):
+            raise ValueError(f'class_index must lie in 0 … {num_classes - 1}, got {class_index}')
+    weight = maps.classifier.weight.detach().flatten(1).to(maps.contributions.dtype)[classes]  # (B, D)
+    bias = maps.classifier.bias
+    bias = weight.new_zeros(batch) if bias is None else bias.detach().to(weight.dtype)[classes]
+    ours, average = (torch.einsum('bd,bdhw->bhw', weight, part) for part in (maps.contributions, maps.average))
+    return Evidence(classes, bias, ours, average)
+
+
+def _global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
+    pools = rot_pools(model)
+    found = [(path, pool) for path, pool in pools.items() if isinstance(pool, (MapPool, ROTSetPool))]
+    if len(found) != 1:
+        paths = ', '.join(path for path, _ in found) or 'none'
+        raise ValueError(f'model must have one global ROT pool, got {paths}; rotp_vision.convert puts it in')
+    return found[0]
+
+
+def _grid(num_tokens: int, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of tokens, in the proportions of the image."""
+    rows = max(round((num_tokens * height / width) ** 0.5), 1)
+    if num_tokens % rows:
+        raise ValueError(f'{num_tokens} tokens are no grid over an image of {height} × {width}')
+    return rows, num_tokens // rows
+
+
+def _slack(values: Tensor) -> float:
+    return torch.finfo(values.dtype).eps ** 0.5 * float(values.abs().max())

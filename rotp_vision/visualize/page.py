@@ -1,0 +1,208 @@
+"""Maps of many images as a contact sheet and as a page."""
+
+import base64
+import html
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
+from matplotlib.figure import Figure
+from PIL import Image
+from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from rotp_vision.layers import ROTPool
+from rotp_vision.visualize.files import to_pixels, to_png, write_whole
+from rotp_vision.visualize.history import SYMBOLS
+from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
+
+# What is less and what is more than the middle; told apart by the colour-blind too.
+MASS_COLOURS = ('#5e3c99', '#e66101')
+EVIDENCE_COLOURS = ('#1b4f9c', '#c8102e')
+
+
+def visualize(
+    model: nn.Module,
+    images: Iterable[str | Path],
+    output: str | Path,
+    *,
+    class_index: int | None = None,
+    class_names: Sequence[str] | None = None,
+    data_config: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Draws, for every image, where the plan puts its mass and what speaks for a class, beside average pooling.
+
+    Writes `sheet.png`, all images on one sheet, and `index.html`, a page that needs no other file, into `output`.
+    Where no linear classifier follows the pool, the evidence maps are left out and the page says why.
+
+    Args:
+        model: with one global ROT pool. Runs where it is, in its precision.
+        images: image files.
+        output: directory, made if it is not there.
+        class_index: the class that evidence is for; None for the one predicted.
+        class_names: what the classes are called.
+        data_config: changes to how timm prepares images for this model: input_size, mean, std, crop_pct, …
+
+    Returns:
+        The two files.
+    """
+    paths = [Path(image) for image in images]
+    if not paths:
+        raise ValueError('images must name at least one image file, got none')
+    names = None if class_names is None else list(class_names)
+    config = resolve_data_config(dict(data_config or {}), model=model)
+    transform: Any = create_transform(**config, is_training=False)
+    like = next(model.parameters())
+    rows, sections = [], []
+    maps = None
+    for path in paths:
+        with Image.open(path) as image:
+            x = transform(image.convert('RGB')).unsqueeze(0)
+        maps = pool_maps(model, x.to(like))
+        seen = _displayed(x[0], config['mean'], config['std'])
+        found = None if maps.classifier is None else evidence(maps, class_index)
+        row = _draw_row(path.name, seen, maps, found, names)
+        rows.append(row)
+        sections.append(_section(path.name, row, maps.logits[0], names))
+    assert maps is not None
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    sheet, page = output / 'sheet.png', output / 'index.html'
+    write_whole(sheet, to_png(_stacked(rows)))
+    pool = model.get_submodule(maps.path)
+    assert isinstance(pool, ROTPool)
+    write_whole(page, _page(maps, pool, sections).encode())
+    return [sheet, page]
+
+
+# Drawing
+
+
+def _displayed(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """(H, W, 3) in 0 … 1: the image as the network saw it, cropped and resized."""
+    image = x * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
+    return image.clamp(0, 1).permute(1, 2, 0).numpy()
+
+
+def _draw_row(
+    title: str, image: np.ndarray, maps: PoolMaps, found: Evidence | None, names: Sequence[str] | None
+) -> np.ndarray:
+    """One image's panels as pixels (H, W, 3)."""
+    num_panels = 2 if found is None else 4
+    height, width = image.shape[:2]
+    figure = Figure(figsize=(2.9 * num_panels, 2.55 * min(height / width, 2) + 0.6), layout='constrained', dpi=100)
+    panels = figure.subplots(1, num_panels)
+    predicted = int(maps.logits[0].argmax())
+    panels[0].imshow(image)
+    panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9)
+    share = maps.sample_marginal[0].cpu().float() * maps.sample_marginal[0].numel()
+    places = ' × '.join(str(size) for size in share.shape)
+    panels[1].set_title(f'mass of the plan ({places} places)\n1 = as average pooling', fontsize=9)
+    _overlay(panels[1], image, share, MASS_COLOURS, 1.0)
+    if found is not None:
+        bias, name = float(found.bias[0]), _class_name(int(found.class_index[0]), names)
+        for axes, part, pooling in (
+            (panels[2], found.rotp[0].cpu().float(), 'ROTP'),
+            (panels[3], found.average[0].cpu().float(), 'average pooling'),
+        ):
+            axes.set_title(f'{pooling}: logit {float(part.sum()) + bias:.2f}\nevidence for {name}', fontsize=9)
+            _overlay(axes, image, part, EVIDENCE_COLOURS, 0.0)
+    for axes in panels:
+        axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
+    return to_pixels(figure)
+
+
+def _overlay(axes: Axes, image: np.ndarray, values: Tensor, colours: tuple[str, str], middle: float):
+    """A map over the grey image: the further from the middle, the less one sees of the image."""
+    height, width = image.shape[:2]
+    grey = image @ np.array([0.299, 0.587, 0.114])
+    reach = float((values - middle).abs().max()) or 1.0
+    smooth = F.interpolate(values[None, None], (height, width), mode='bilinear', align_corners=False)[0, 0]
+    offset = ((smooth - middle) / reach).numpy()
+    layer = np.empty((height, width, 4))
+    layer[..., :3] = np.where(offset[..., None] < 0, to_rgb(colours[0]), to_rgb(colours[1]))
+    layer[..., 3] = 0.85 * np.abs(offset)
+    axes.imshow(0.35 + 0.65 * grey, cmap='gray', vmin=0, vmax=1)
+    axes.imshow(layer)
+    scale = LinearSegmentedColormap.from_list('', [colours[0], 'white', colours[1]])
+    bar = ScalarMappable(Normalize(middle - reach, middle + reach), scale)
+    axes.figure.colorbar(bar, ax=axes, shrink=0.8, pad=0.02, aspect=18)
+
+
+def _short(text: str, length: int = 34) -> str:
+    return text if len(text) <= length else f'{text[: length - 1]}…'
+
+
+def _class_name(index: int, names: Sequence[str] | None) -> str:
+    return f'class {index}' if names is None else _short(names[index], 20)
+
+
+def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
+    """Rows one below the other, white where one is narrower."""
+    width = max(row.shape[1] for row in rows)
+    return np.concatenate(
+        [np.pad(row, ((0, 0), (0, width - row.shape[1]), (0, 0)), constant_values=255) for row in rows]
+    )
+
+
+# The page
+
+
+def _section(title: str, row: np.ndarray, logits: Tensor, names: Sequence[str] | None) -> str:
+    share, index = logits.float().softmax(0).topk(min(5, len(logits)))
+    guesses = ' · '.join(
+        f'{html.escape(_class_name(i, names))} {100 * p:.1f} %'
+        for p, i in zip(share.tolist(), index.tolist(), strict=True)
+    )
+    picture = base64.b64encode(to_png(row)).decode()
+    return (
+        f'<section><h2>{html.escape(title)}</h2><p>{guesses}</p>'
+        f'<img alt="maps of {html.escape(title)}" src="data:image/png;base64,{picture}"></section>'
+    )
+
+
+def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str]) -> str:
+    weights = ''.join(
+        f'<tr><th>{html.escape(SYMBOLS.get(name, name))}</th><td>{_values(value)}</td></tr>'
+        for name, value in pool.named_weights().items()
+    )
+    if maps.classifier is None:
+        told = f'No evidence maps: {html.escape(maps.obstacle)}.'
+    else:
+        told = (
+            'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
+            'their sum and the bias are the logit. Each map has its own scale. Average pooling’s map is that of the '
+            'same network with average pooling in the pool’s place.'
+        )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>Where {html.escape(maps.path)} looks</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+h2 {{ font-size: 1.1rem; margin: 2rem 0 0; }} p {{ margin: .3rem 0; }} img {{ max-width: 100%; height: auto; }}
+table {{ border-collapse: collapse; margin: 1rem 0; }} th {{ text-align: left; font-weight: normal; }}
+th, td {{ padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
+</style></head><body>
+<h1>Where {html.escape(maps.path)} looks</h1>
+<p><code>{html.escape(type(pool).__name__)}({html.escape(pool.extra_repr())})</code></p>
+<table>{weights}</table>
+<p>The first map shows the sample marginal of the plan, how much of its mass each place gets; 1 is what average pooling
+gives every place, orange is more, purple is less. {told}</p>
+{''.join(sections)}
+</body></html>
+"""
+
+
+def _values(value: Tensor) -> str:
+    """A weight as text: one value per module, or the range of many."""
+    values = value.flatten().tolist()
+    if len(values) > 16:
+        return f'{min(values):.4g} … {max(values):.4g} ({len(values)} values)'
+    return ', '.join(f'{v:.4g}' for v in values)

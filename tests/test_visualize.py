@@ -1,0 +1,240 @@
+"""Pictures: the maps say what the network computes, and the files hold what they should."""
+
+import base64
+import io
+import re
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import rotp_vision
+from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
+from rotp_vision.layers.hierarchical_pool import MEAN_POOL
+from rotp_vision.visualize import evidence, plot_plans, plot_weights, pool_maps, save_figure, visualize
+
+CHANNELS, CLASSES = 6, 4
+
+
+class Net(nn.Module):
+    """A convolution, a pool, what lies between, and a classifier."""
+
+    def __init__(self, pool, between=None, classifier=None, layout='NCHW', last=lambda x: x):
+        super().__init__()
+        self.conv = nn.Conv2d(3, CHANNELS, 3, padding=1)
+        self.pool = pool
+        self.between = between or nn.Dropout(0.5)
+        self.fc = classifier or nn.Linear(CHANNELS, CLASSES)
+        self.layout = layout
+        self.last = last
+
+    def forward(self, x):
+        x = self.conv(x).relu()
+        if self.layout == 'NHWC':
+            x = x.permute(0, 2, 3, 1)
+        if self.layout == 'NLC':
+            x = x.flatten(2).transpose(1, 2)
+        return self.last(self.fc(self.between(self.pool(x))).flatten(1))
+
+
+def images(batch=2, height=5, width=7, dtype=torch.float64):
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(0), dtype=dtype)
+
+
+def net(*args, seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return Net(*args, **kwargs).double()
+
+
+def gained(pool):
+    """The pool with a gain that is not one, different for each channel where there is one for each."""
+    gain = pool.named_weights()['gain']
+    pool.set_weights(gain=torch.linspace(0.5, 2.0, gain.numel()).view_as(gain))
+    return pool
+
+
+SHARP = {'smoothness': 0.3, 'step': 0.3}
+NETS = {
+    'sinkhorn': lambda: net(GlobalROTPool2d({'solver': 'sinkhorn', 'smoothness': 0.2})),
+    'badmm-e': lambda: net(GlobalROTPool2d(SHARP)),
+    'coupled badmm-q': lambda: net(GlobalROTPool2d({'solver': 'badmm-q', 'coupled': True})),
+    'gain': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'scalar', 'view': 'rms'}))),
+    'gain per channel': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'channel'}, CHANNELS))),
+    'attention': lambda: net(GlobalROTPool2d(SHARP | {'prior': 'attention'}, CHANNELS)),
+    'NHWC': lambda: net(GlobalROTPool2d(SHARP, input_fmt='NHWC'), layout='NHWC'),
+    'mixed': lambda: net(MixedROTPool2d(['sinkhorn', SHARP])),
+    'tokens': lambda: net(ROTSetPool(SHARP), layout='NLC'),
+    '1 × 1 convolution': lambda: net(
+        GlobalROTPool2d(SHARP, flatten=False), classifier=nn.Conv2d(CHANNELS, CLASSES, 1, bias=False)
+    ),
+}
+every_net = pytest.mark.parametrize('make', NETS.values(), ids=NETS)
+
+
+@every_net
+def test_evidence_sums_to_the_logit_minus_the_bias(make):
+    model, x = make(), images()
+    with torch.no_grad():
+        logits = model.eval()(x)
+    maps = pool_maps(model, x)
+    assert torch.equal(maps.logits, logits)
+    for class_index in (None, 2, [3, 0]):
+        found = evidence(maps, class_index)
+        assert found.rotp.shape == (2, 5, 7)
+        chosen = logits.gather(1, found.class_index.view(2, 1)).squeeze(1)
+        torch.testing.assert_close(found.rotp.sum((1, 2)), chosen - found.bias, rtol=0, atol=1e-12)
+    assert found.class_index.tolist() == [3, 0]
+    torch.testing.assert_close(evidence(maps).class_index, logits.argmax(1))
+
+
+@every_net
+def test_sample_marginal_has_mass_one_and_lies_on_the_grid(make):
+    model, x = make(), images()
+    marginal = pool_maps(model, x).sample_marginal
+    torch.testing.assert_close(marginal.sum((1, 2)), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert marginal.shape == (2, 5, 7)
+
+
+@pytest.mark.parametrize('layout', ['NCHW', 'NHWC', 'NLC'])
+def test_marginal_is_high_where_the_features_are(layout):
+    """Free columns: a bright place draws mass, and it is drawn where it lies."""
+    options = {'solver': 'sinkhorn', 'smoothness': 0.5, 'sample_penalty': 1e-3}
+    model = net(ROTSetPool(options) if layout == 'NLC' else GlobalROTPool2d(options, input_fmt=layout), layout=layout)
+    nn.init.dirac_(model.conv.weight)
+    x = torch.zeros(1, 3, 5, 7, dtype=torch.float64)
+    x[0, :, 1, 5] = 3.0
+    assert pool_maps(model, x).sample_marginal.flatten().argmax() == 1 * 7 + 5  # row 1, column 5
+
+
+def test_average_evidence_is_that_of_average_pooling():
+    model, x = net(gained(GlobalROTPool2d(SHARP | {'gain': 'scalar'}))), images()
+    found = evidence(pool_maps(model, x), 1)
+    model.pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    with torch.no_grad():
+        logits = model.eval()(x)
+    torch.testing.assert_close(found.average.sum((1, 2)) + found.bias, logits[:, 1], rtol=0, atol=1e-12)
+
+
+def test_in_the_mean_limit_both_are_the_same():
+    found = evidence(pool_maps(net(GlobalROTPool2d(MEAN_POOL)), images()))
+    torch.testing.assert_close(found.rotp, found.average, rtol=0, atol=1e-7)
+
+
+def test_model_is_left_as_it_was():
+    model = net(GlobalROTPool2d()).train()
+    pool_maps(model, images())
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (lambda: net(GlobalROTPool2d(), between=nn.LayerNorm(CHANNELS)), r'between \(LayerNorm\), fc \(Linear\)'),
+        (lambda: net(GlobalROTPool2d(), between=nn.Linear(CHANNELS, CHANNELS)), r'between \(Linear\), fc \(Linear\)'),
+        (lambda: net(GlobalROTPool2d(), classifier=nn.Identity()), 'no classifier follows'),
+        (lambda: net(GlobalROTPool2d(), last=torch.tanh), 'a function stands before or after fc'),
+    ],
+    ids=['norm', 'hidden layer', 'no classifier', 'function'],
+)
+def test_evidence_needs_a_classifier_directly_after_the_pool(make, message):
+    maps = pool_maps(make(), images())
+    with pytest.raises(ValueError, match=f'directly after the pool pool, but .*{message}'):
+        evidence(maps)
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match='model must have one global ROT pool, got none'):
+        pool_maps(net(nn.AdaptiveAvgPool2d(1)), images())
+    with pytest.raises(ValueError, match=r'class_index must lie in 0 … 3, got 4'):
+        evidence(pool_maps(net(GlobalROTPool2d()), images()), 4)
+    pool = MixedROTPool2d([{'gain': 'scalar'}, 'sinkhorn'])
+    pool.heads[0].set_weights(gain=3.0)
+    with pytest.raises(ValueError, match='not its features averaged under its plan'):
+        pool_maps(net(pool), images())
+    model = net(ROTSetPool(), layout='NLC')
+    model.conv = nn.Sequential(nn.Conv2d(3, CHANNELS, 1), nn.AdaptiveAvgPool2d((7, 1))).double()
+    with pytest.raises(ValueError, match='7 tokens are no grid over an image of 7 × 5'):
+        pool_maps(model, images(height=7, width=5))
+    with pytest.raises(ValueError, match='images must name at least one'):
+        visualize(net(GlobalROTPool2d()), [], tmp_path)
+
+
+# Files
+
+
+@pytest.fixture
+def files(tmp_path):
+    pixels = torch.randint(0, 255, (2, 90, 120, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    paths = [tmp_path / 'one.jpg', tmp_path / 'two & <three>.png']
+    for path, image in zip(paths, pixels, strict=True):
+        Image.fromarray(image.numpy()).save(path)
+    return paths
+
+
+@pytest.mark.parametrize(('name', 'panels'), [('test_resnet', 4), ('test_convnext', 2)])
+def test_sheet_and_page(files, tmp_path, name, panels):
+    """A ResNet has a linear classifier after its pool; a ConvNeXt has a norm, so the page goes without evidence."""
+    model = rotp_vision.convert(timm.create_model(name, num_classes=3), 'sinkhorn')
+    output = tmp_path / 'new' / 'pictures'
+    sheet, page = visualize(
+        model, files, output, class_names=['<b>', 'cat', 'dog'], data_config={'input_size': (3, 64, 96)}
+    )
+    assert sorted(path.name for path in output.iterdir()) == ['index.html', 'sheet.png']
+    text = page.read_text('utf-8')
+    pictures = [
+        Image.open(io.BytesIO(base64.b64decode(code)))
+        for code in re.findall(r'src="data:image/png;base64,([^"]+)"', text)
+    ]
+    assert len(pictures) == 2
+    assert all(picture.width == 290 * panels for picture in pictures)
+    assert Image.open(sheet).size == (290 * panels, sum(picture.height for picture in pictures))
+    for foreign in ('<script', 'http', '<b>', '<three>'):
+        assert foreign not in text
+    assert 'two &amp; &lt;three&gt;.png' in text
+    assert ('No evidence maps: ' in text) == (panels == 2)
+    assert 'α1, smoothness' in text
+
+
+def test_plans_over_training(tmp_path):
+    plans = [torch.rand(8, 5, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
+    figure = plot_plans(plans, ['epoch 0', 'epoch 5', 'epoch 10'])
+    panels = [axes for axes in figure.axes if axes.get_title()]
+    assert [axes.get_title() for axes in panels] == ['epoch 0', 'epoch 5', 'epoch 10']
+    for axes, plan in zip(panels, plans, strict=True):
+        (image,) = axes.images
+        assert (image.get_array() == plan.detach().numpy()).all()
+        assert image.get_clim() == (0, pytest.approx(max(p.max().item() for p in plans)))
+    save_figure(figure, tmp_path / 'plans.png')
+    assert Image.open(tmp_path / 'plans.png').width > 300
+    with pytest.raises(ValueError, match='got 3 and 1'):
+        plot_plans(plans, ['epoch 0'])
+    with pytest.raises(ValueError, match=r'plans must have shape \(D, N\)'):
+        plot_plans([plans[0][0]], ['epoch 0'])
+
+
+def test_weights_over_epochs(tmp_path):
+    layer = GlobalROTPool2d({'num_modules': 2, 'gain': 'channel'}, CHANNELS)
+    history = []
+    for epoch in range(3):
+        layer.set_weights(smoothness=torch.tensor([1.0, 2.0]) + epoch, gain=1.0 + epoch)
+        history.append(layer.named_weights())
+    figure = plot_weights(history)
+    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
+    assert list(panels) == ['α1, smoothness', 'ρ, step', 'gain']
+    lines = [list(line.get_ydata()) for line in panels['α1, smoothness'].lines]
+    assert lines == [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
+    assert [list(line.get_ydata()) for line in panels['gain'].lines] == [[1.0, 2.0, 3.0]]
+
+    table = tmp_path / 'weights.csv'
+    table.write_text('epoch,weight,module,value\n1,head.pool.step,0,0.5\n2,head.pool.step,0,0.7\n')
+    (axes,) = plot_weights(table).axes
+    assert axes.get_title() == 'ρ, step\nhead.pool'
+    assert axes.lines[0].get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]
+    table.write_text('epoch,value\n')
+    with pytest.raises(ValueError, match=r"missing \['module', 'weight'\]"):
+        plot_weights(table)
+    with pytest.raises(ValueError, match='at least one weight'):
+        plot_weights([])

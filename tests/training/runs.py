@@ -1,0 +1,95 @@
+"""Runs of train_imagenet.py in processes of their own that can be killed, without paying for imports each time."""
+
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The server imports once; every run is a fork of it.
+os.environ['PYTHONPATH'] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH', '')]))
+FORKS = multiprocessing.get_context('forkserver')
+FORKS.set_forkserver_preload(['train_imagenet'])
+
+TINY = {
+    'global_batch_size': 8,
+    'log_every': 1,
+    'checkpoint_every': 2,
+    'data': {
+        **{'source': 'generated', 'image_size': 32, 'train_images': 32, 'val_images': 19, 'num_classes': 4},
+        **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
+    },
+    'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},
+    'pool': {'options': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}},
+    'stage1': {'epochs': 2, 'lr': 0.05},
+    'stage2': {'epochs': 2, 'lr': 0.05},
+}
+
+
+def _child(args: list[str], log: Path) -> None:
+    import torch
+
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    torch.set_num_threads(1)
+    # A fork of the server would start a server of its own, imports and all, for its data workers.
+    multiprocessing.set_start_method('fork', force=True)
+    sys.argv = ['train_imagenet.py', *args]
+    from train_imagenet import main
+
+    main()
+
+
+class Run:
+    """One output directory and the runs in it."""
+
+    def __init__(self, directory: Path, settings: dict | None = None):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.output, self.log = directory / 'run', directory / 'log.txt'
+        self.config = directory / 'config.yaml'
+        self.config.write_text(yaml.safe_dump(TINY if settings is None else settings))
+
+    def start(self, *args: str) -> 'multiprocessing.process.BaseProcess':
+        arguments = ['--config', str(self.config), '--output', str(self.output), *args]
+        process = FORKS.Process(target=_child, args=(arguments, self.log))
+        process.start()
+        return process
+
+    def run(self, *args: str) -> int | None:
+        """Runs to the end; returns the exit status."""
+        process = self.start(*args)
+        process.join(300)
+        assert process.exitcode is not None, f'still running:\n{self.text}'
+        return process.exitcode
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ''
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.output / 'checkpoints').glob('stage*'))
+
+    def wait_for(self, condition, process) -> None:
+        """Returns once `condition()` holds, or the process is over."""
+        deadline = time.monotonic() + 120
+        while not condition() and process.is_alive():
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.005)
+
+
+def changed(settings: dict, **changes) -> dict:
+    """`settings` with dotted (double underscore) keys changed."""
+    result = yaml.safe_load(yaml.safe_dump(settings))
+    for key, value in changes.items():
+        *path, last = key.split('__')
+        place = result
+        for part in path:
+            place = place[part]
+        place[last] = value
+    return result

@@ -1,0 +1,97 @@
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from rotp_vision.training.cache import CachedMaps, CachePlan, FeatureCache, fingerprint, shard_file, write_shard
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.data import Batch, Shard, epoch_batches
+
+LENGTH = 11
+
+
+def maps_of(indices):
+    return torch.stack([torch.full((2, 3, 3), float(index)) + torch.arange(9.0).view(3, 3) / 16 for index in indices])
+
+
+def write(directory, part, processes, missing=()):
+    for rank in range(processes):
+        indices = list(range(rank, LENGTH, processes))
+        chunks = [indices[first : first + 2] for first in range(0, len(indices), 2)]
+        batches = (
+            Batch(maps_of(chunk), torch.tensor([-1 if index in missing else index % 4 for index in chunk]), [])
+            for chunk in chunks
+        )
+        write_shard(shard_file(directory, part, Shard(rank, processes)), batches, lambda maps: maps, len(indices))
+
+
+@pytest.mark.parametrize('processes', [1, 3])
+def test_any_image_is_read_from_the_shards_of_all_processes(tmp_path, processes):
+    write(tmp_path, 'val', processes, missing={4})
+    cached = CachedMaps(tmp_path, 'val', processes)
+    assert (len(cached), cached.readable) == (LENGTH, LENGTH - 1)
+    batch = cached[[7, 0, 10]]
+    assert batch.images.dtype == torch.float16
+    assert batch.images.float().equal(maps_of([7, 0, 10]))
+    assert batch.labels.tolist() == [3, 0, 2]
+    assert cached[[3, 4]].images.float().equal(maps_of([3]))  # an unreadable image has no map
+
+
+def test_batches_are_those_of_training_on_images_and_views_take_turns(tmp_path):
+    for part in ('val', 'train0', 'train1'):
+        write(tmp_path, part, 2)
+    cache = FeatureCache(tmp_path, 2, 2)
+    place = {'global_batch': 4, 'accumulation': 1, 'shard': Shard(1, 2), 'seed': 5, 'epoch': 3, 'start': 1}
+    found = list(cache.train_batches(**place, workers=0))
+    expected = epoch_batches(LENGTH, 4, 1, Shard(1, 2), 5, 3, 1)
+    assert [batch.images[:, 0, 0, 0].int().tolist() for batch in found] == expected
+    assert cache.train[0] is not cache.train[1]
+    shares = [batch.labels for rank in range(2) for batch in cache.val_batches(3, Shard(rank, 2))]
+    assert sum(map(len, shares)) == LENGTH
+
+
+def test_an_interrupted_shard_does_not_exist(tmp_path):
+    def batches():
+        yield Batch(maps_of([0]), torch.tensor([0]), [])
+        raise KeyboardInterrupt
+
+    file = shard_file(tmp_path, 'val', Shard(0, 1))
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(file, batches(), lambda maps: maps, 2)
+    assert not file.exists()
+
+
+def test_values_beyond_float16_are_refused(tmp_path):
+    batch = Batch(torch.full((1, 2, 3, 3), 1e5), torch.tensor([0]), [])
+    with pytest.raises(ValueError, match='does not fit float16'):
+        write_shard(shard_file(tmp_path, 'val', Shard(0, 1)), iter([batch]), lambda maps: maps, 1)
+
+
+def test_size_is_known_before_and_refused_where_the_disk_is_too_small(tmp_path, monkeypatch):
+    plan = CachePlan((512, 7, 7), 1_281_167, 50_000, 1)
+    assert plan.bytes == (1_281_167 + 50_000) * 512 * 49 * 2
+    assert CachePlan((2, 3, 3), 10, 5, 3).bytes == 35 * 36
+    write(tmp_path, 'val', 1)
+    on_disk = np.load(shard_file(tmp_path, 'val', Shard(0, 1))).nbytes
+    assert CachePlan((2, 3, 3), 0, LENGTH, 0).bytes == on_disk
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage._replace(free=10 * 2**30))
+    with pytest.raises(OSError, match=r'needs 62\.\d\d GiB .* but 10\.00 GiB are free'):
+        plan.check_disk(tmp_path / 'not' / 'yet' / 'there')
+    CachePlan((2, 3, 3), 10, 5, 3).check_disk(tmp_path)
+
+
+def test_fingerprint_knows_what_maps_depend_on():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.Linear(2, 2))
+    model[:2].requires_grad_(False)
+    data = DataConfig()
+    first = fingerprint(model, data, 0, 1)
+    with torch.no_grad():
+        model[2].weight.add_(1)  # trained: no map depends on it
+    assert fingerprint(model, DataConfig(workers=1), 0, 1) == first
+    assert fingerprint(model, DataConfig(image_size=96), 0, 1) != first
+    assert fingerprint(model, data, 1, 1) != first
+    assert fingerprint(model, data, 0, 2) != first
+    model[1].running_mean.add_(1)
+    assert fingerprint(model, data, 0, 1) != first

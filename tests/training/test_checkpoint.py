@@ -1,0 +1,147 @@
+import errno
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from rotp_vision.training import checkpoint as module
+from rotp_vision.training.checkpoint import Progress, find_checkpoint, load_checkpoint, save_checkpoint
+from rotp_vision.training.processes import random_state, seed_all, set_random_state
+
+
+def save(directory, *, epoch=0, step=0, value=1.0, keep=2, top1=None, progress=None):
+    progress = progress or Progress()
+    progress.epoch, progress.step = epoch, step
+    if top1 is not None:
+        progress.note_accuracy(top1)
+    state = {'optimizer': {'state': {0: torch.full((2,), value)}}, 'random': [random_state()]}
+    return save_checkpoint(directory, progress, {'seed': 0}, {'weight': torch.full((3,), value)}, state, keep)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_round_trip(tmp_path):
+    progress = Progress(stage=2, epoch=3, loss_sum=0.1, epochs=[{'loss': 0.3}], summary={'native': {'top1': 1.5}})
+    path = save(tmp_path, epoch=3, step=7, value=0.1, progress=progress)
+    found = load_checkpoint(path)
+    assert path.name == 'stage2-epoch0003-step000007'
+    assert found.progress == progress
+    assert found.config == {'seed': 0}
+    assert found.model['weight'].equal(torch.full((3,), 0.1))
+    assert found.state['optimizer']['state'][0].equal(torch.full((2,), 0.1))
+
+
+def test_last_ones_and_the_best_are_kept(tmp_path):
+    progress = Progress()
+    for epoch, top1 in enumerate([10.0, 30.0, 20.0, 25.0, 5.0]):
+        save(tmp_path, epoch=epoch, top1=top1, progress=progress)
+    assert names(tmp_path) == [f'stage1-epoch000{epoch}-step000000' for epoch in (1, 3, 4)]
+    progress.stage = 2  # the best of stage 1 stays, stage 2 has its own
+    for epoch, top1 in enumerate([7.0, 6.0, 5.0]):
+        save(tmp_path, epoch=epoch, top1=top1, progress=progress)
+    assert names(tmp_path)[:2] == ['stage1-epoch0001-step000000', 'stage2-epoch0000-step000000']
+    assert len(names(tmp_path)) == 4
+
+
+@pytest.mark.parametrize('file', ['model.safetensors', 'state.pt', 'manifest.json'])
+@pytest.mark.parametrize('damage', ['truncated', 'flipped', 'missing'])
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, file, damage):
+    save(tmp_path, epoch=1, value=1.0)
+    last = save(tmp_path, epoch=2, value=2.0)
+    content = bytearray((last / file).read_bytes())
+    if damage == 'missing':
+        (last / file).unlink()
+    elif damage == 'truncated':
+        (last / file).write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 3] ^= 0xFF
+        (last / file).write_bytes(content)
+    found, warnings = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert found.progress.epoch == 1
+    assert len(warnings) == 1
+    assert last.name in warnings[0]
+    # The same point is saved again over the damaged one.
+    save(tmp_path, epoch=2, value=3.0)
+    found, warnings = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert not warnings
+    assert found.model['weight'][0] == 3.0
+
+
+def test_all_damaged_is_an_error_and_nothing_is_a_start(tmp_path):
+    assert find_checkpoint(tmp_path, 'auto') == (None, [])
+    assert find_checkpoint(tmp_path, 'never') == (None, [])
+    path = save(tmp_path)
+    with pytest.raises(ValueError, match='holds a run; continue it with --resume auto'):
+        find_checkpoint(tmp_path, 'never')
+    (path / 'manifest.json').write_text('{')
+    with pytest.raises(ValueError, match=r'every checkpoint .* is damaged'):
+        find_checkpoint(tmp_path, 'auto')
+    with pytest.raises(ValueError, match='not a whole checkpoint'):
+        find_checkpoint(tmp_path, str(path))
+
+
+@pytest.mark.parametrize('moment', range(4))
+def test_full_disk_says_so_and_leaves_the_one_before(tmp_path, monkeypatch, moment):
+    save(tmp_path, epoch=1, value=1.0)
+    calls = 0
+
+    def full(path):
+        nonlocal calls
+        calls += 1
+        if calls > moment:
+            raise OSError(errno.ENOSPC, 'No space left on device')
+
+    monkeypatch.setattr(module, 'force_to_disk', full)
+    with pytest.raises(OSError, match='the disk is full'):
+        save(tmp_path, epoch=2)
+    assert names(tmp_path) == ['stage1-epoch0001-step000000']
+    found, _ = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert found.model['weight'][0] == 1.0
+
+
+def test_an_interrupted_save_is_not_seen(tmp_path, monkeypatch):
+    save(tmp_path, epoch=1)
+
+    class Killed(BaseException):
+        pass
+
+    def die(*args):
+        raise Killed
+
+    monkeypatch.setattr(module, 'force_to_disk', die)
+    with pytest.raises(Killed):
+        save(tmp_path, epoch=2)
+    monkeypatch.undo()
+    found, warnings = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert (found.progress.epoch, warnings) == (1, [])
+    save(tmp_path, epoch=2)  # what was left behind is in nobody's way
+    assert names(tmp_path) == ['stage1-epoch0001-step000000', 'stage1-epoch0002-step000000']
+
+
+def test_manifest_is_plain_json(tmp_path):
+    assert set(json.loads((save(tmp_path) / 'manifest.json').read_text())) == {
+        'progress',
+        'config',
+        'digests',
+        'digest',
+    }
+
+
+def test_random_state_comes_back_through_a_file(tmp_path):
+    seed_all(1, 2)
+    torch.save(random_state(), tmp_path / 'state.pt')
+    drawn = random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+    set_random_state(torch.load(tmp_path / 'state.pt', weights_only=True))
+    again = random.random(), np.random.rand(), torch.rand(3)  # noqa: NPY002
+    assert drawn[:2] == again[:2]
+    assert drawn[2].equal(again[2])
+    seed_all(1, 3)
+    assert random.random() != drawn[0]

@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from rotp_vision.training.config import RunConfig, changes, check_config, parse_config, to_dict
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / 'configs').glob('*.yaml'))
+
+
+def refused(capsys, *args):
+    with pytest.raises(SystemExit) as info:
+        parse_config(args)
+    assert info.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_yaml_then_arguments_later_wins(tmp_path):
+    file = tmp_path / 'run.yaml'
+    file.write_text('global_batch_size: 8\ndata: {source: generated, scale: [0.5, 1.0]}\nstage2: {lr: 0.3}\n')
+    config = parse_config(['--config', str(file), '--global-batch-size=16', '--stage2.train', 'all', '--dry-run'])
+    assert config.global_batch_size == 16
+    assert config.data.scale == (0.5, 1.0)
+    assert config.dry_run
+    assert (config.stage2.lr, config.stage2.train, config.stage2.epochs) == (0.3, 'all', 10)  # defaults of stage 2 stay
+    assert config.stage1.epochs == 90
+
+
+def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path, capsys):
+    assert "unknown key 'stage1.epoch'" in (error := refused(capsys, '--stage1.epoch', '3'))
+    assert "'stage1.epochs'" in error
+    file = tmp_path / 'run.yaml'
+    file.write_text('data: {sourse: generated}\n')
+    assert "did you mean 'data.source'" in refused(capsys, '--config', str(file))
+    # Keys below a mapping are the model's business.
+    assert (
+        parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}']).model.kwargs['drop_rate'] == 0.1
+    )
+
+
+def test_wrong_values_are_refused_by_name(capsys):
+    assert 'stage1.lr' in refused(capsys, '--data.source=generated', '--stage1.lr', 'fast')
+    assert 'data.path must be given' in refused(capsys)
+    cached = ['--data.source=generated', '--stage2.cache_features', 'true']
+    assert 'stage2.train must be' in refused(capsys, *cached, '--stage2.train', 'all')
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'), [('keep', 1), ('global_batch_size', 0), ('log_every', 0), ('checkpoint_every', -1)]
+)
+def test_check_names_the_setting(name, value):
+    config = RunConfig()
+    config.data.source = 'generated'
+    check_config(config)
+    setattr(config, name, value)
+    with pytest.raises(ValueError, match=rf'{name} must be .*, got {value}'):
+        check_config(config)
+
+
+def test_help_explains_every_field(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(['--help'])
+    text = ' '.join(capsys.readouterr().out.split())
+    missing = [line for line in text.split(' --')[1:] if '(type:' in line and line.split('(type:')[0].count(' ') < 3]
+    assert not missing
+
+
+def test_changes_names_what_a_continued_run_may_not_change():
+    old, new = to_dict(RunConfig()), to_dict(RunConfig())
+    new['stage1']['lr'] = 0.2
+    new['data']['workers'] = 3  # changes no number
+    new['output'] = 'elsewhere'
+    assert changes(old, new) == ['stage1.lr: 0.1 → 0.2']
+    old['data']['streaming'] = new['data']['streaming'] = True  # the order of a stream depends on its workers
+    assert changes(old, new) == ['data.workers: 8 → 3', 'stage1.lr: 0.1 → 0.2']
+
+
+@pytest.mark.parametrize('file', CONFIGS, ids=lambda file: file.stem)
+def test_shipped_configs_parse(file):
+    config = parse_config(['--config', str(file), *([] if file.stem == 'demo' else ['--data.path', '/data'])])
+    if file.stem.startswith('paper'):
+        assert (config.stage1.epochs, config.stage1.lr, config.stage1.weight_decay) == (90, 0.1, 1e-4)
+        assert (config.stage2.epochs, config.stage2.lr, config.stage2.train) == (10, 0.001, 'pool')
+        assert config.global_batch_size == 256
+        assert config.model.name == file.stem.removeprefix('paper_')

@@ -1,0 +1,230 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.data import Shard, epoch_batches, split_batch, train_loader, transforms, val_loader
+from rotp_vision.training.processes import random_state
+from rotp_vision.training.sources import open_sources
+
+NORM = ((0.5,) * 3, (0.5,) * 3)
+ALONE = Shard(0, 1)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """12 training and 7 validation images of 2 classes, of which train/a/1.png and val/b/2.png cannot be read."""
+    root = tmp_path_factory.mktemp('images')
+    rng = np.random.default_rng(0)
+    for split, counts in (('train', (6, 6)), ('val', (4, 3))):
+        for name, count in zip('ab', counts, strict=True):
+            (root / split / name).mkdir(parents=True)
+            for number in range(count):
+                file = root / split / name / f'{number}.png'
+                Image.fromarray(rng.integers(0, 256, (24, 20, 3), np.uint8)).save(file)
+    for broken in ('train/a/1.png', 'val/b/2.png'):
+        content = (root / broken).read_bytes()
+        (root / broken).write_bytes(content[: len(content) // 2])
+    return root
+
+
+def batches(config, *, epoch=1, start=0, shard=ALONE, accumulation=1, seed=0):
+    source, _ = open_sources(config, 0)
+    transform, _ = transforms(config, *NORM)
+    return list(
+        train_loader(
+            source,
+            transform,
+            config,
+            global_batch=4,
+            accumulation=accumulation,
+            shard=shard,
+            seed=seed,
+            epoch=epoch,
+            start=start,
+        )
+    )
+
+
+def generated(**changes):
+    settings = {'source': 'generated', 'image_size': 24, 'train_images': 18, 'val_images': 7, 'workers': 0}
+    return DataConfig(**(settings | {'auto_augment': 'rand-m5-inc1', 'random_erasing': 0.5} | changes))
+
+
+def assert_same(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        assert one.images.equal(other.images)
+        assert one.labels.equal(other.labels)
+
+
+def test_a_batch_depends_on_epoch_and_step_alone():
+    whole = batches(generated())
+    assert len(whole) == 4  # the last 2 of 18 images are left out
+    random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+    assert_same(whole[2:], batches(generated(), start=2))
+    assert_same(whole[1:], batches(generated(workers=2), start=1))
+    other = batches(generated(), epoch=2)
+    assert not other[0].images.equal(whole[0].images)
+
+
+def test_loading_leaves_the_generators_alone():
+    before = random_state()
+    batches(generated())
+    batches(generated(workers=1))
+    after = random_state()
+    assert before['python'] == after['python']
+    assert before['torch'].equal(after['torch'])
+    assert before['numpy'][1].equal(after['numpy'][1])
+
+
+@pytest.mark.parametrize('accumulation', [1, 2])
+def test_a_step_has_the_same_images_on_any_number_of_processes(accumulation):
+    alone = batches(generated(), accumulation=accumulation)
+    pair = [batches(generated(), accumulation=accumulation, shard=Shard(rank, 2)) for rank in range(2)]
+    for number, batch in enumerate(alone):
+        assert torch.cat([side[number].images for side in pair]).equal(batch.images)
+
+
+def test_an_epoch_is_a_permutation():
+    seen = [index for batch in epoch_batches(16, 4, 2, ALONE, 0, 3, 0) for index in batch]
+    assert sorted(seen) == list(range(16))
+    assert seen != sorted(seen)
+    with pytest.raises(ValueError, match='multiple of processes × accumulation = 3 × 2, got 8'):
+        split_batch(8, 3, 2)
+
+
+@pytest.mark.parametrize('processes', [1, 2, 3])
+def test_evaluation_sees_every_image_exactly_once(processes):
+    config = generated(val_images=10, num_classes=5)
+    _, source = open_sources(config, 0)
+    _, transform = transforms(config, *NORM)
+    shares = [list(val_loader(source, transform, config, 3, Shard(rank, processes))) for rank in range(processes)]
+    images = torch.cat([batch.images for share in shares for batch in share])
+    direct = torch.stack([transform(source.read(index)[0]) for index in range(10)])
+    order = sorted(range(10), key=lambda index: (index % processes, index))
+    assert images.equal(direct[order])
+
+
+def test_an_unreadable_training_image_is_replaced_and_named(folder):
+    config = DataConfig(path=str(folder), image_size=16, workers=0)
+    found = batches(config)
+    broken = [name for batch in found for name in batch.broken]
+    assert broken == [str(folder / 'train/a/1.png')]
+    assert all(len(batch.labels) == 4 for batch in found)
+    assert_same(found[1:], batches(config, start=1))
+
+
+def test_an_unreadable_validation_image_is_left_out_and_named(folder):
+    config = DataConfig(path=str(folder), image_size=16, workers=0)
+    _, source = open_sources(config, 0)
+    _, transform = transforms(config, *NORM)
+    found = list(val_loader(source, transform, config, 3, ALONE))
+    assert sum(len(batch.labels) for batch in found) == 6
+    assert [name for batch in found for name in batch.broken] == [str(folder / 'val/b/2.png')]
+
+
+def test_wrong_folders_are_refused_before_anything_runs(folder, tmp_path):
+    def refusal(**settings):
+        with pytest.raises(ValueError, match=r'\w') as info:
+            open_sources(DataConfig(**settings), 0)
+        return str(info.value)
+
+    assert 'existing directory' in refusal(path=str(tmp_path / 'nowhere'))
+    assert 'no ' in refusal(path=str(folder), val_split='test')
+    assert 'data.num_classes is 1000 but 2' in refusal(path=str(folder), num_classes=1000)
+    for split, names in (('train', 'abc'), ('val', 'abd')):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new('RGB', (8, 8)).save(tmp_path / split / name / '0.png')
+    assert 'only one of them has c, d' in refusal(path=str(tmp_path))
+    (tmp_path / 'train/c/0.png').unlink()
+    assert 'holds no image' in refusal(path=str(tmp_path))
+    (tmp_path / 'empty/train').mkdir(parents=True)
+    (tmp_path / 'empty/val').mkdir()
+    assert "split 'train'" in refusal(path=str(tmp_path / 'empty'))
+    assert '2 to 8' in refusal(source='generated', num_classes=9)
+
+
+@pytest.fixture(scope='module')
+def parquet(folder, tmp_path_factory):
+    """The same images as parquet files (in shards, with the images' bytes) and as an arrow copy."""
+    import datasets
+
+    root = tmp_path_factory.mktemp('hub')
+    splits = {}
+    for split in ('train', 'val'):
+        files = sorted((folder / split).rglob('*.png'))
+        rows = [{'image': {'bytes': f.read_bytes(), 'path': f.name}, 'label': 'ab'.index(f.parent.name)} for f in files]
+        kinds = datasets.Features(
+            {'image': datasets.Image(decode=False), 'label': datasets.ClassLabel(names=['a', 'b'])}
+        )
+        splits[split] = datasets.Dataset.from_list(rows, features=kinds)
+        (root / 'parquet').mkdir(exist_ok=True)
+        for number in range(2):
+            splits[split].shard(2, number).to_parquet(root / 'parquet' / f'{split}-{number}.parquet')
+    datasets.DatasetDict(splits).save_to_disk(root / 'arrow')
+    return root
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'arrow'])
+def test_hub_copies_give_the_folders_images(folder, parquet, kind):
+    hub = DataConfig(source='hf', path=str(parquet / kind), image_size=16, workers=0)
+    _, source = open_sources(hub, 0)
+    assert source.classes == ['a', 'b']
+    _, expected = open_sources(DataConfig(path=str(folder)), 0)
+    assert np.array_equal(source.read(4)[0], expected.read(4)[0])
+    _, transform = transforms(hub, *NORM)
+    found = list(val_loader(source, transform, hub, 4, ALONE))
+    assert sum(len(batch.labels) for batch in found) == 6
+    assert sum(len(batch.broken) for batch in found) == 1
+
+
+def stream(parquet, **changes):
+    settings = {'source': 'hf', 'path': str(parquet / 'parquet'), 'streaming': True, 'image_size': 16, 'workers': 0}
+    return DataConfig(**(settings | {'train_images': 12, 'val_images': 7, 'shuffle_buffer': 5} | changes))
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_a_stream_continues_where_it_was(parquet, workers, monkeypatch):
+    from itertools import islice
+
+    monkeypatch.setattr('datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN', 0)
+
+    config = stream(parquet, workers=workers)
+    source, _ = open_sources(config, 0)
+    transform, _ = transforms(config, *NORM)
+
+    def epoch(start, count):
+        place = {'global_batch': 2, 'accumulation': 1, 'shard': ALONE, 'seed': 0, 'epoch': 1, 'start': start}
+        return list(islice(train_loader(source, transform, config, **place), count))
+
+    whole = epoch(0, 8)  # goes round: a stream has no end in training
+    assert sum(len(batch.labels) for batch in whole) == 16
+    assert any(batch.broken for batch in whole)
+    assert_same(whole[3:], epoch(3, 5))
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_evaluation_of_a_stream_sees_every_image_once(parquet, processes):
+    config = stream(parquet)
+    _, source = open_sources(config, 0)
+    _, transform = transforms(config, *NORM)
+    found = [b for rank in range(processes) for b in val_loader(source, transform, config, 2, Shard(rank, processes))]
+    assert sum(len(batch.labels) for batch in found) == 6
+    assert sum(len(batch.broken) for batch in found) == 1
+
+
+def test_a_stream_of_unknown_size_or_column_is_refused(parquet, monkeypatch):
+    import datasets
+
+    rows = datasets.Dataset.from_dict({'image': ['x'], 'label': [0]}).to_iterable_dataset()
+    monkeypatch.setattr(datasets, 'load_dataset', lambda *args, **kwargs: rows)
+    monkeypatch.setattr(rows.info, 'splits', None)
+    with pytest.raises(ValueError, match=r'give data\.train_images'):
+        open_sources(stream(parquet, path='some/name', train_images=None), 0)
+    with pytest.raises(ValueError, match=r'data.label_key must be one of the columns image, label'):
+        open_sources(stream(parquet, path='some/name', label_key='class'), 0)

@@ -1,0 +1,37 @@
+import numpy as np
+
+from rotp_vision.training.generated import CLASSES, generate
+
+
+def pixels(*args, **kwargs):
+    return np.asarray(generate(*args, **kwargs)[0]).astype(int)
+
+
+def test_an_image_depends_on_seed_split_and_index_alone():
+    first = pixels(3, 0, 5, 48)
+    np.random.seed(0)  # noqa: NPY002
+    generate(3, 0, 4, 48)
+    assert (pixels(3, 0, 5, 48) == first).all()
+    for other in ((4, 0, 5), (3, 1, 5), (3, 0, 6)):
+        assert (pixels(*other, 48) != first).mean() > 0.5
+
+
+def test_classes_take_turns():
+    assert [generate(0, 0, index, 32)[1] for index in range(10)] == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1]
+    assert [generate(0, 0, index, 32, 3)[1] for index in range(4)] == [0, 1, 2, 0]
+    assert len(CLASSES) == 8
+
+
+def test_the_object_is_small_and_anywhere(monkeypatch):
+    import rotp_vision.training.generated as generated
+
+    centres, areas = [], []
+    flat = np.full((64, 64, 3), 0.5, np.float32)
+    monkeypatch.setattr(generated, '_texture', lambda rng, size: flat.copy())
+    for index in range(64):
+        seen = abs(pixels(0, 0, index, 64) - 127).max(-1) > 12
+        areas.append(seen.mean())
+        centres.append(np.argwhere(seen).mean(0))
+    assert min(areas) > 0.002
+    assert max(areas) < 0.08
+    assert np.std(centres, axis=0).min() > 8

@@ -1,0 +1,73 @@
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+import rotp_vision
+from rotp_vision.training.checkpoint import Progress, save_checkpoint
+from rotp_vision.training.config import ModelConfig, PoolConfig, RunConfig, to_dict
+from rotp_vision.training.model import build_model, convert_model, load_for_evaluation, map_shape, normalization
+
+TINY = ModelConfig('test_resnet', kwargs={'drop_rate': 0.1})
+IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).view(1, 3, 64, 64)
+
+
+@pytest.fixture(scope='module')
+def trained():
+    torch.manual_seed(0)
+    return build_model(TINY, 5).eval()
+
+
+def test_weights_from_every_kind_of_file(tmp_path, trained):
+    expected = trained(IMAGES)
+    state = trained.state_dict()
+    save_file(state, tmp_path / 'a.safetensors')
+    torch.save({'state_dict': {f'module.{key}': value for key, value in state.items()}, 'epoch': 3}, tmp_path / 'b.pth')
+    directory = save_checkpoint(tmp_path, Progress(), to_dict(RunConfig(model=TINY)), state, {'ema': None}, 2)
+    for path in (tmp_path / 'a.safetensors', tmp_path / 'b.pth', directory):
+        model = build_model(ModelConfig(TINY.name, checkpoint=str(path), kwargs=TINY.kwargs), 5)
+        assert model.eval()(IMAGES).equal(expected)
+        assert load_for_evaluation(str(path), TINY, 5).eval()(IMAGES).equal(expected)
+
+
+def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, trained):
+    model = convert_model(build_model(TINY, 5), PoolConfig())
+    model.load_state_dict(trained.state_dict() | {k: v for k, v in model.state_dict().items() if 'pool' in k})
+    expected = model.eval()(IMAGES)
+    directory = save_checkpoint(
+        tmp_path, Progress(stage=2), to_dict(RunConfig(model=TINY)), model.state_dict(), {'ema': None}, 2
+    )
+    rotp_vision.save_pretrained(model, tmp_path / 'export', model_args=TINY.kwargs)
+    for path in (directory, tmp_path / 'export'):
+        assert load_for_evaluation(str(path), ModelConfig('resnet18'), 5).eval()(IMAGES).equal(expected)
+
+
+def test_the_moving_average_is_what_is_evaluated(tmp_path, trained):
+    ema = {key: value + 1 if value.is_floating_point() else value for key, value in trained.state_dict().items()}
+    config = to_dict(RunConfig(model=TINY))
+    directory = save_checkpoint(tmp_path, Progress(), config, trained.state_dict(), {'ema': ema}, 2)
+    found = load_for_evaluation(str(directory), TINY, 5)
+    assert found.fc.weight.equal(ema['fc.weight'])
+
+
+def test_unknown_names_are_refused_with_near_ones():
+    with pytest.raises(ValueError, match=r"model\.name must be .*'resnet81'; near: .*resnet18"):
+        build_model(ModelConfig('resnet81'), 5)
+    with pytest.raises(ValueError, match='there is no checkpoint'):
+        build_model(ModelConfig('test_resnet', checkpoint='/nowhere.pth'), 5)
+
+
+def test_torchvision_models_have_their_name_in_front():
+    model = build_model(ModelConfig('torchvision:shufflenet_v2_x0_5'), 5)
+    assert model.fc.out_features == 5
+    assert normalization(model) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+def test_map_shape_and_what_has_none(trained):
+    assert map_shape(trained.train(), 96) == (96, 3, 3)
+    assert trained.training
+    trained.eval()
+    with pytest.raises(ValueError, match='needs a timm model'):
+        map_shape(torch.nn.Linear(2, 2), 32)
+    with pytest.raises(ValueError, match=r'needs maps \(B, C, H, W\)'):
+        map_shape(timm.create_model('test_vit'), 160)

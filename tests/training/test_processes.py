@@ -1,0 +1,53 @@
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate.utils import DistributedType
+
+from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, stop_signals
+
+
+def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    alone = SimpleNamespace(num_processes=1, distributed_type=DistributedType.NO)
+    monkeypatch.delenv('WORLD_SIZE', raising=False)
+    check_launch(alone)
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    with pytest.raises(RuntimeError, match='ACCELERATE_USE_CPU=true'):
+        check_launch(alone)
+    check_launch(SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_CPU))
+    with pytest.raises(RuntimeError, match='FSDP shards'):
+        check_launch(SimpleNamespace(num_processes=2, distributed_type=DistributedType.FSDP))
+
+
+def test_signals_are_remembered_and_a_second_interrupt_ends():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals() as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert caught == ['SIGTERM']
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_loss_watch_reads_what_was_recorded():
+    watch = LossWatch(torch.device('cpu'))
+    loss = torch.tensor(0.25, requires_grad=True)
+    watch.record(loss)
+    assert watch.read() == 0.25
+    watch.record(torch.tensor(float('nan')))
+    assert watch.read() != watch.read()
+
+
+def test_buffers_come_back():
+    norm = torch.nn.BatchNorm1d(2)
+    kept = KeptBuffers(norm)
+    norm(torch.full((3, 2), 7.0))
+    kept.keep()
+    before = norm.running_mean.clone()
+    norm(torch.full((3, 2), float('nan')))
+    assert norm.running_mean.isnan().all()
+    kept.restore()
+    assert norm.running_mean.equal(before)
+    KeptBuffers(torch.nn.Linear(2, 2)).keep()  # none to keep

@@ -1,0 +1,138 @@
+"""Whole runs of the script: stages, processes, evaluation, broken data."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+import rotp_vision
+from tests.training.runs import ROOT, TINY, Run, changed
+
+# Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
+GROUP_NORM = changed(
+    TINY,
+    data__val_images=19,
+    model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
+    stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
+    stage2={'epochs': 1, 'lr': 0.05, 'cache_features': True},
+)
+
+
+def losses(run):
+    return [float(row['loss']) for row in csv.DictReader((run.output / 'steps.csv').open())]
+
+
+def metrics(run):
+    return list(csv.DictReader((run.output / 'metrics.csv').open()))
+
+
+@pytest.fixture(scope='module')
+def single(tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp('single'), GROUP_NORM)
+    assert run.run() == 0, run.text
+    return run
+
+
+def test_two_processes_follow_the_same_curve(tmp_path, single):
+    run = Run(tmp_path, GROUP_NORM)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
+    command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
+    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert '8 = 2 processes × 1 × 4' in done.stdout
+    assert done.stdout.count('Learned weights') == 1  # one process speaks
+    assert losses(run) == pytest.approx(losses(single), abs=1e-5)
+    assert [row['images'] for row in metrics(run)] == ['19', '19']  # 10 and 9, none twice
+    for ours, theirs in zip(metrics(run), metrics(single), strict=True):
+        assert float(ours['loss']) == pytest.approx(float(theirs['loss']), abs=1e-4)
+
+
+def test_a_finished_run_has_all_it_promises(single):
+    for name in ('curves.png', 'weights.png', 'looked.png'):
+        assert Image.open(single.output / name).size > (100, 100)
+    assert 'native pooling' in single.text
+    assert 'ROTP sinkhorn' in single.text
+    assert 'global_pool.gain' in single.text
+    model = rotp_vision.load_pretrained(single.output / 'export')
+    state = load_file(single.checkpoints[-1] / 'model.safetensors')
+    assert all(value.equal(state[name]) for name, value in model.state_dict().items())
+    # Stage 2 trained the pooling alone.
+    stage1 = next(path for path in single.checkpoints if path.name.startswith('stage1'))
+    ema = torch.load(stage1 / 'state.pt', weights_only=True)['ema']
+    assert all(state[name].equal(ema[name]) for name in ema)
+    rows = list(csv.DictReader((single.output / 'weights.csv').open()))
+    assert rows[0]['value'] != rows[len(rows) // 2]['value']
+
+
+def test_evaluate_alone_on_checkpoint_and_export(single):
+    final = single.text.split('ROTP sinkhorn')[-1].split('│')[1].strip()
+    size = len(single.text)
+    for target in (single.output / 'export', single.checkpoints[-1]):
+        assert single.run('--evaluate', str(target)) == 0, single.text
+        assert f'{final} ' in single.text[size:]
+        size = len(single.text)
+    assert single.run('--evaluate', str(single.output / 'nowhere')) == 1
+    assert 'there is no checkpoint' in single.text[size:]
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
+    run = Run(tmp_path, GROUP_NORM)
+    assert run.run('--dry-run') == 0, run.text
+    assert run.text.count('s a step, about') == 2
+    assert 'maps in float16' in run.text
+    assert not run.output.exists()
+
+
+def test_stage_2_by_itself_from_a_checkpoint_with_broken_images(tmp_path, single):
+    data = tmp_path / 'images'
+    for split in ('train', 'val'):
+        for label in range(4):
+            (data / split / f'{label}').mkdir(parents=True)
+            for number in range(5):
+                Image.new('RGB', (40, 40), (40 * label, 9 * number, 0)).save(
+                    data / split / f'{label}' / f'{number}.png'
+                )
+    (data / 'train/0/1.png').write_bytes(b'broken')
+    (data / 'val/2/3.png').write_bytes(b'broken')
+    settings = changed(GROUP_NORM, data={'path': str(data), 'image_size': 32, 'workers': 0}, stage1={'epochs': 0})
+    settings['model']['checkpoint'] = str(next(p for p in single.checkpoints if p.name.startswith('stage1')))
+    settings['stage2'] = {'epochs': 2, 'train': 'pool+classifier', 'lr': 0.01}
+    run = Run(tmp_path / 'a', settings)
+    assert run.run() == 0, run.text
+    assert run.text.count('unreadable image') == 2  # each is named once
+    assert str(data / 'train/0/1.png') in run.text
+    assert [row['images'] for row in metrics(run)] == ['19', '19']
+    assert run.text.count('native pooling') == 1  # evaluated before it was replaced
+
+    run = Run(tmp_path / 'b', changed(settings, data__max_broken=0))
+    assert run.run() == 1
+    assert 'more than data.max_broken = 0' in run.text
+
+
+def test_wrong_beginnings_end_with_a_message(tmp_path):
+    run = Run(tmp_path, TINY)
+    assert run.run('--stage1.epochs', '0') == 1
+    assert 'needs a trained network' in run.text
+    assert run.run('--global-batch-size', '64') == 1
+    assert 'at most the 32 training images' in run.text
+    assert run.run('--data.source', 'folder', '--data.path', str(tmp_path / 'nowhere')) == 1
+    assert 'data.path must be an existing directory' in run.text
+    assert run.run('--model.name', 'resnet81') == 1
+    assert 'near: ' in run.text
+    assert 'Traceback' not in run.text
+
+
+@pytest.mark.slow
+def test_from_scratch_with_rotp_in_low_precision(tmp_path):
+    settings = changed(
+        TINY, stage1={'epochs': 0}, stage2={'epochs': 2, 'train': 'all', 'lr': 0.05, 'schedule': 'cosine'}
+    )
+    run = Run(tmp_path, settings)
+    assert run.run('--mixed_precision', 'bf16') == 0, run.text
+    assert len(metrics(run)) == 2

@@ -1,0 +1,470 @@
+#!/usr/bin/env python
+"""Train an image classifier in two stages: with its native pooling, then with ROTP in its place.
+
+    python train_imagenet.py --config configs/demo.yaml
+    accelerate launch --config_file configs/accelerate/one_node_8_gpus.yaml train_imagenet.py \
+        --config configs/paper_resnet50.yaml --data.path /data/imagenet
+    python train_imagenet.py … --resume auto                          # continue after any interruption, bit-exactly
+    python train_imagenet.py … --evaluate runs/paper_resnet50/export  # only evaluate
+
+`--help` explains every setting.
+"""
+
+import contextlib
+import math
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+import yaml
+from accelerate import Accelerator
+from rich.console import Console
+from timm.data import Mixup  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.utils import ModelEmaV3  # pyright: ignore[reportPrivateImportUsage]
+from torch import nn
+from tqdm import tqdm
+
+import rotp_vision
+from rotp_vision.training import report
+from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
+from rotp_vision.training.checkpoint import Checkpoint, Progress, find_checkpoint, save_checkpoint, write_atomically
+from rotp_vision.training.config import RunConfig, StageConfig, changes, flat, parse_config, to_dict
+from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
+from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
+from rotp_vision.training.model import build_model, convert_model, load_for_evaluation, normalization, published_classes
+from rotp_vision.training.processes import (
+    HostGroup,
+    KeptBuffers,
+    LossWatch,
+    check_launch,
+    random_state,
+    seed_all,
+    set_random_state,
+    share_buffers,
+    stop_signals,
+)
+from rotp_vision.training.run import Run, fail
+from rotp_vision.training.sources import open_sources
+
+DRY_STEPS = 4  # of each stage; the first warms up and is not timed
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    # Configuration. Whatever can be wrong with it, the data or the checkpoint is found before any GPU is touched.
+    config = parse_config(args)
+    only_looking = config.dry_run or config.evaluate is not None
+    checkpoint, warnings = None, []
+    try:
+        train, val = open_sources(config.data, config.seed)
+        num_classes = len(train.classes)
+        check_classes(config, num_classes)
+        steps_per_epoch(len(train), config.global_batch_size)
+        if not only_looking:
+            checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
+    except (ValueError, OSError) as error:
+        fail(error)
+
+    # Processes
+    if config.deterministic:
+        os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
+        torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = not config.deterministic
+    try:
+        accelerator = Accelerator(
+            mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
+            log_with=None if only_looking else [*config.trackers] or None,
+            project_dir=config.output,
+        )
+        check_launch(accelerator)
+    except (ValueError, RuntimeError) as error:
+        fail(error)
+    console = Console(quiet=not accelerator.is_main_process, highlight=False)
+    for warning in warnings:
+        console.print(f'[yellow]warning:[/] {warning}', soft_wrap=True)
+    stored_config = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
+    if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
+        fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
+
+    # Model, on every process from the same seed
+    seed_all(config.seed)
+    try:
+        for stage in (config.stage1, config.stage2):
+            size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
+            if (stage.mixup or stage.cutmix) and size % 2:
+                raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
+        with accelerator.main_process_first():
+            if config.evaluate is not None:
+                model = load_for_evaluation(config.evaluate, config.model, num_classes)
+            else:
+                model = build_model(config.model, num_classes)
+    except (ValueError, OSError, RuntimeError) as error:
+        fail(error)
+    train_transform, val_transform = transforms(config.data, *normalization(model))
+    progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
+
+    with stop_signals() as stop:
+        run = Run(
+            config=config,
+            stored_config=stored_config,
+            accelerator=accelerator,
+            host=HostGroup(accelerator),
+            console=console,
+            stop=stop,
+            train=train,
+            val=val,
+            train_transform=train_transform,
+            val_transform=val_transform,
+            progress=progress,
+        )
+        if config.evaluate is not None:
+            metrics = run.evaluate(run.place(model), run.val_images(), len(val))
+            report.show_summary(console, {config.evaluate: metrics}, {})
+        else:
+            two_stages(run, model, checkpoint)
+    accelerator.end_training()
+
+
+def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> None:
+    """Whatever of the two stages is still to be done, then the report."""
+    config, progress = run.config, run.progress
+    if run.main and not config.dry_run:
+        run.output.mkdir(parents=True, exist_ok=True)
+        write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
+    if config.trackers and not config.dry_run:
+        run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
+    if checkpoint is not None:
+        run.console.print(f'continuing from {checkpoint.path}', soft_wrap=True)
+
+    if progress.stage == 1:
+        model = train_stage(run, model, 1, checkpoint)
+        checkpoint = None
+    if config.stage2.epochs:
+        if checkpoint is None:
+            progress.stage, progress.epoch, progress.step = 2, 0, 0
+            trained = config.model.pretrained or config.model.checkpoint is not None
+            if trained and NATIVE not in progress.summary and not config.dry_run:
+                progress.summary[NATIVE] = run.evaluate(run.place(model), run.val_images(), len(run.val))
+        model = train_stage(run, convert_model(model, config.pool), 2, checkpoint)
+    if config.dry_run:
+        return
+    if progress.stage == 2:
+        # From the images themselves, whatever the epochs were evaluated from.
+        progress.summary[pool_title(config.pool)] = run.evaluate(model, run.val_images(), len(run.val))
+    if run.main:
+        finish(run, model)
+    run.host.wait()
+
+
+def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint | None) -> nn.Module:
+    """Trains one stage from its start or from a checkpoint of it; returns the model with the weights to go on with."""
+    config, accelerator, progress, host = run.config, run.accelerator, run.progress, run.host
+    settings = config.stage1 if stage == 1 else config.stage2
+    steps = steps_per_epoch(len(run.train), config.global_batch_size)
+
+    # Model. Its frozen part neither moves its statistics nor takes part in the backward pass.
+    if stage == 2:
+        rotp_vision.freeze(model, config.stage2.train)
+    if config.sync_batchnorm and accelerator.num_processes > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    if checkpoint is not None:
+        model.load_state_dict(checkpoint.model)
+    run.place(model)
+    ema = ModelEmaV3(model, settings.ema_decay, use_warmup=True) if settings.ema_decay else None
+    averaged = model if ema is None else ema.module
+    show_stage(run, model, stage, settings, steps)
+
+    # Optimizer
+    optimizer = create_optimizer_v2(model, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+    scheduler = make_scheduler(optimizer, settings, steps)
+    mixup = make_mixup(settings, len(run.train.classes))
+    smoothing = 0.0 if mixup else settings.label_smoothing  # Mixup smooths by itself
+    if checkpoint is not None:
+        optimizer.load_state_dict(checkpoint.state['optimizer'])
+        if ema is not None:
+            ema.module.load_state_dict(checkpoint.state['ema'])
+
+    # What is called: the model, or from the cache on. DDP must see the whole of it: gradients of a part called by
+    # itself would stay unsynchronised without an error.
+    maps = None
+    if stage == 2 and config.stage2.cache_features and not config.dry_run:
+        try:
+            maps = build_cache(run, model)
+        except (ValueError, OSError) as error:
+            fail(error)
+    wrapped, optimizer = accelerator.prepare(PoolAndClassifier(model) if maps else model, optimizer)
+    evaluated = PoolAndClassifier(averaged) if maps else averaged
+    if config.compile:
+        wrapped.compile()
+    if checkpoint is None:
+        seed_all(config.seed, stage, run.shard.rank)
+    else:
+        restore_generators(run, checkpoint)
+
+    def save() -> None:
+        """A checkpoint of this very point. The main process writes it; all learn whether that worked."""
+        generators = host.gather(random_state())
+        problem = None
+        if run.main:
+            state: dict[str, Any] = {'optimizer': optimizer.state_dict(), 'random': generators}
+            state['ema'] = ema.module.state_dict() if ema is not None else None
+            state['scaler'] = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+            directory = run.output / 'checkpoints'
+            try:
+                save_checkpoint(directory, progress, run.stored_config, model.state_dict(), state, config.keep)
+            except OSError as error:
+                problem = str(error)
+        problems = [text for text in host.gather(problem) if text]
+        if problems:
+            fail(problems[0])
+
+    # Loop
+    logs = Logs(run) if run.main and not config.dry_run else None
+    if logs and not progress.weights:
+        logs.weights(averaged, 0)
+    buffers = KeptBuffers(model)
+    watch = LossWatch(accelerator.device)
+    offset = config.stage1.epochs * steps if stage == 2 else 0  # of the trackers' axis
+
+    for epoch in range(progress.epoch, settings.epochs):
+        wrapped.train()
+        batches = epoch_of_batches(run, settings, stage, epoch, maps)
+        bar = tqdm(
+            initial=progress.step,
+            total=steps,
+            desc=f'stage {stage} epoch {epoch + 1}/{settings.epochs}',
+            unit='step',
+            leave=False,
+            disable=not (run.main and sys.stderr.isatty()),
+        )
+        started, first_step, data_time = time.perf_counter(), progress.step, 0.0
+        while progress.step < steps:
+            updates = epoch * steps + progress.step
+            scheduler.step_update(updates)
+            loss = torch.zeros((), device=accelerator.device)
+            broken: list[str] = []
+            buffers.keep()
+            for number in range(1, settings.accumulation + 1):
+                last = number == settings.accumulation
+                waited = time.perf_counter()
+                batch = next(batches)
+                data_time += time.perf_counter() - waited
+                broken += batch.broken
+                images = run.to_device(batch.images)
+                labels = batch.labels.to(accelerator.device, non_blocking=True)
+                if mixup is not None:
+                    images, labels = mixup(images, labels)
+                with contextlib.nullcontext() if last else accelerator.no_sync(wrapped):
+                    part = F.cross_entropy(wrapped(images), labels, label_smoothing=smoothing) / settings.accumulation
+                    loss += part.detach()
+                    if last:
+                        watch.record(loss)
+                    accelerator.backward(part)
+
+            # All processes agree on what happened before any of them moves a weight.
+            value = watch.read()
+            finite = math.isfinite(value)
+            share = value / run.shard.processes if finite else 0.0
+            mean_loss, infinite, stopping, news = host.sum(share, not finite, bool(run.stop), bool(broken))
+            lr = optimizer.param_groups[0]['lr']
+            if news:
+                run.note_broken(broken)
+            if infinite:
+                buffers.restore()
+                if not config.dry_run:
+                    save()
+                fail(
+                    f'the loss is not finite at stage {stage}, epoch {epoch + 1}, step {progress.step + 1}, learning '
+                    f'rate {lr:.3g}. The state before that step is checkpoint {progress.name}. Lower the learning '
+                    'rate, lengthen the warm-up or clip gradients, and start anew, if you like with that checkpoint as '
+                    '--model.checkpoint'
+                )
+            if settings.clip_norm is not None:
+                accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if ema is not None:
+                ema.update(model, step=updates)
+            progress.step += 1
+            progress.loss_sum += mean_loss
+
+            # What a person sees, and what no crash may take away
+            elapsed = time.perf_counter() - started
+            speed = (progress.step - first_step) * config.global_batch_size / elapsed
+            bar.update()
+            bar.set_postfix_str(f'loss {mean_loss:.4f}, {speed:.0f} images/s', refresh=False)
+            if config.dry_run:
+                if progress.step == 1:
+                    started, first_step = time.perf_counter(), 1
+                elif progress.step >= min(DRY_STEPS, steps):
+                    bar.close()
+                    show_estimate(run, elapsed / (progress.step - first_step), steps * settings.epochs)
+                    return unwrapped(run, wrapped, model)
+                continue
+            if logs and (progress.step % config.log_every == 0 or progress.step == steps):
+                logs.step(stage, epoch, mean_loss, lr, speed, data_time / elapsed)
+                accelerator.log({'train/loss': mean_loss, 'train/lr': lr}, step=offset + updates + 1)
+            due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
+            if due or stopping or progress.step == steps:
+                save()
+            if stopping:
+                bar.close()
+                leave(run)
+        bar.close()
+
+        # The end of an epoch
+        share_buffers(evaluated, accelerator)
+        if maps:
+            metrics = run.evaluate(evaluated, maps.val_batches(run.local_batch, run.shard), maps.val.readable)
+        else:
+            metrics = run.evaluate(evaluated, run.val_images(), len(run.val))
+        seconds = time.perf_counter() - started
+        if logs:
+            logs.weights(averaged, epoch + 1)
+            logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, optimizer.param_groups[0]['lr'], seconds)
+            accelerator.log({f'val/{key}': value for key, value in metrics.items()}, step=offset + (epoch + 1) * steps)
+        run.console.print(
+            f'stage {stage}  epoch {epoch + 1:3d}/{settings.epochs}  loss {progress.loss_sum / steps:.4f}  '
+            f'validation: loss {metrics["loss"]:.4f}  top-1 {metrics["top1"]:6.2f} %  {seconds:.1f} s',
+            soft_wrap=True,
+        )
+        progress.epoch, progress.step, progress.loss_sum = epoch + 1, 0, 0.0
+        progress.note_accuracy(metrics['top1'])
+        if stage == 1:
+            progress.summary[NATIVE] = metrics
+        save()
+        if host.sum(bool(run.stop))[0]:
+            leave(run)
+
+    model = unwrapped(run, wrapped, model)
+    if ema is not None:
+        model.load_state_dict(ema.module.state_dict())
+    share_buffers(model, accelerator)
+    return model
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, settings: StageConfig, steps: int) -> Any:
+    """timm's schedule by updates. Accelerate does not prepare it: it would step it once per process."""
+    flat_schedule = settings.schedule == 'constant'
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        'step' if flat_schedule else settings.schedule,
+        num_epochs=settings.epochs,
+        decay_epochs=settings.decay_epochs,  # type: ignore[arg-type]
+        decay_rate=1.0 if flat_schedule or settings.schedule == 'poly' else settings.decay_rate,
+        min_lr=settings.min_lr,
+        warmup_lr=settings.warmup_lr,
+        warmup_epochs=settings.warmup_epochs,  # type: ignore[arg-type]
+        step_on_epochs=False,
+        updates_per_epoch=steps,
+    )
+    return scheduler
+
+
+def make_mixup(settings: StageConfig, num_classes: int) -> Mixup | None:
+    if not (settings.mixup or settings.cutmix):
+        return None
+    return Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.label_smoothing, num_classes=num_classes)
+
+
+def epoch_of_batches(
+    run: Run, settings: StageConfig, stage: int, epoch: int, maps: FeatureCache | None
+) -> Iterator[Batch]:
+    """This process's forward passes of an epoch from the step on that the run has come to."""
+    config = run.config
+    place: dict[str, Any] = {
+        'global_batch': config.global_batch_size,
+        'accumulation': settings.accumulation,
+        'shard': run.shard,
+        'seed': 2 * config.seed + stage - 1,  # the stages do not see the images in the same order
+        'epoch': epoch,
+        'start': run.progress.step,
+    }
+    if maps is not None:
+        return maps.train_batches(**place, workers=config.data.workers)
+    return train_loader(run.train, run.train_transform, config.data, **place)
+
+
+def restore_generators(run: Run, checkpoint: Checkpoint) -> None:
+    """Loss scaler and random generators as they were; for another number of processes, fresh generators."""
+    if run.accelerator.scaler is not None:
+        run.accelerator.scaler.load_state_dict(checkpoint.state['scaler'])
+    states = checkpoint.state['random']
+    if len(states) == run.shard.processes:
+        set_random_state(states[run.shard.rank])
+    else:
+        run.console.print(f'[yellow]warning:[/] the run had {len(states)} processes: dropout and mixup are drawn anew')
+        seed_all(run.config.seed, run.progress.stage, run.shard.rank, run.progress.epoch, run.progress.step)
+
+
+def unwrapped(run: Run, wrapped: nn.Module, model: nn.Module) -> nn.Module:
+    """`model` as it was before Accelerate wrapped it, and Accelerate without a memory of this stage."""
+    run.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    run.accelerator.free_memory()
+    model._compiled_call_impl = None  # what `compile` left; the next stage has another graph
+    return model
+
+
+def check_classes(config: RunConfig, num_classes: int) -> None:
+    """A part that stays frozen in a stage 2 by itself must be trained already, and for the data's classes."""
+    if config.stage1.epochs or config.stage2.train == 'all' or config.evaluate is not None:
+        return
+    if not (config.model.pretrained or config.model.checkpoint):
+        raise ValueError(
+            f'stage 2 by itself with stage2.train {config.stage2.train} needs a trained network: give model.pretrained '
+            'or model.checkpoint, or train from scratch with stage2.train all'
+        )
+    known = published_classes(config.model) if config.model.pretrained else None
+    if config.stage2.train == 'pool' and known not in (None, num_classes):
+        raise ValueError(f'{config.model.name} is pretrained for {known} classes but the data has {num_classes}')
+
+
+def show_estimate(run: Run, seconds: float, steps: int) -> None:
+    total = timedelta(seconds=round(seconds * steps))
+    run.console.print(f'  {seconds:.3f} s a step, about {total} for {steps:,} steps, evaluation and cache apart\n')
+
+
+class Logs:
+    """The CSV files of a run; their rows are part of its checkpoints."""
+
+    def __init__(self, run: Run):
+        self.progress = run.progress
+        self.steps = report.CsvLog(run.output / 'steps.csv', run.progress.steps)
+        self.epochs = report.CsvLog(run.output / 'metrics.csv', run.progress.epochs)
+        self.learned = report.CsvLog(run.output / 'weights.csv', run.progress.weights)
+
+    def step(self, stage: int, epoch: int, loss: float, lr: float, speed: float, data_time_share: float) -> None:
+        place = {'stage': stage, 'epoch': epoch, 'step': self.progress.step}
+        timing = {'images_per_second': round(speed, 1), 'data_time_share': round(data_time_share, 3)}
+        self.steps.append({**place, 'loss': loss, 'lr': lr, **timing})
+
+    def epoch(self, stage: int, epoch: int, loss: float, metrics: dict[str, float], lr: float, seconds: float) -> None:
+        place = {'stage': stage, 'epoch': epoch}
+        self.epochs.append({**place, 'train_loss': loss, **metrics, 'lr': lr, 'seconds': round(seconds, 2)})
+
+    def weights(self, model: nn.Module, epoch: int) -> None:
+        for name, values in report.learned_weights(rotp_vision.rot_pools(model)).items():
+            for module, value in enumerate(values):
+                self.learned.append({'epoch': epoch, 'weight': name, 'module': module, 'value': value})
+
+
+def leave(run: Run) -> NoReturn:
+    """Ends a run that a signal stopped, with everything saved."""
+    cause = run.stop[0] if run.stop else 'a signal to another process'
+    again = shlex.join([arg for arg in sys.argv if arg not in ('--resume', 'auto')])
+    run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
+    run.console.print(f'  python {again} --resume auto', soft_wrap=True)
+    run.accelerator.end_training()
+    raise SystemExit(0)
+
+
+if __name__ == '__main__':
+    main()
