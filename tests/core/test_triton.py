@@ -34,6 +34,7 @@ def test_kernels_in_the_interpreter():
 
 @needs_triton
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_kernels_compile_for_gpus_without_spills():
     run('benchmarks/triton_aot.py')
 
