@@ -37,7 +37,7 @@ def main():
 
         half = len(labels) // 2
         report = rotp_vision.calibrate(
-            _Head(rotp_vision.convert(model)), [(maps[:half].float(), labels[:half])], max_images=half
+            _Head(rotp_vision.convert(model)), [(maps[:half].float(), labels[:half])], max_images=512
         )
         if args.plot and not calibration:
             report.plot(args.plot)

@@ -261,6 +261,7 @@ def badmm_pool(
     weights: StepWeights,
     quadratic: bool,
     similarity: str,
+    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
@@ -272,6 +273,7 @@ def badmm_pool(
         weights: smoothness, step and structure are read.
         quadratic: whether the smoothness is quadratic.
         similarity: of the structural term, see `structural_force`.
+        triton: whether the Triton operator does it, which knows no structural term.
     """
     smoothness, step = weights.smoothness, weights.step
     assert step is not None
@@ -288,4 +290,6 @@ def badmm_pool(
     else:
         rows.append(structure / step)
     coefficients = torch.stack(rows).to(x.dtype)
+    if triton:
+        return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
     return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)

@@ -50,7 +50,13 @@ register('sinkhorn_pool', _forward, _backward, ', int num_inner')
 
 
 def sinkhorn_pool(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    weights: StepWeights,
+    num_inner: int,
+    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
@@ -61,6 +67,7 @@ def sinkhorn_pool(
         log_q0: (B, N), -inf on masked samples.
         weights: smoothness, feature_penalty, sample_penalty and proximal are read.
         num_inner: K.
+        triton: whether the Triton operator does it, which knows no proximal term.
     """
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
@@ -78,4 +85,6 @@ def sinkhorn_pool(
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
     rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
     coefficients = torch.stack(rows).to(x.dtype)
+    if triton:
+        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
     return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)

@@ -48,7 +48,7 @@ class Gradients(NamedTuple):
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
 Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, *options)
 
-_INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
+INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
 
 
@@ -117,22 +117,33 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
         )
 
     op = torch.library.custom_op(
-        f'rotp_vision::{name}', run_forward, mutates_args=(), schema=f'({_INPUTS}{options}) -> Tensor'
+        f'rotp_vision::{name}', run_forward, mutates_args=(), schema=f'({INPUTS}{options}) -> Tensor'
     )
     op_backward = torch.library.custom_op(
         f'rotp_vision::{name}_backward',
         run_backward,
         mutates_args=(),
-        schema=f'(Tensor grad, {_INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+        schema=f'(Tensor grad, {INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     )
     op.register_fake(make_pooled)
     op_backward.register_fake(make_gradients)
 
+    connect(op, op_backward, name)
+    _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
+
+
+def connect(op: Any, op_backward: Any, name: str) -> None:
+    """Autograd and vmap for a pair of operators.
+
+    `op(*inputs, *options)` gives the pooled features and maybe vectors for backward;
+    `op_backward(grad, *inputs, *vectors, needs, *options)` gives the gradients.
+    """
+
     def setup_context(ctx, inputs, output) -> None:
         tensors, ctx.options = inputs[:5], inputs[5:]
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
 
-    def autograd_backward(ctx, grad):
+    def autograd_backward(ctx, grad, *_):
         needs = list(ctx.needs_input_grad[:5])
         gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
         wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
@@ -146,7 +157,6 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
     op_backward.register_autograd(no_double_backward, setup_context=lambda ctx, inputs, output: None)
     op.register_vmap(_one_by_one(op))
     op_backward.register_vmap(_one_by_one(op_backward))
-    _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
 
 
 def _one_by_one(op: Callable) -> Callable:

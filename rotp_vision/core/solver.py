@@ -13,10 +13,11 @@ from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import ROTProblem, zero_masked
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
+from rotp_vision.core.triton_ops import require_triton
 from rotp_vision.core.weights import StepWeights, require
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
-Backend = Literal['auto', 'torch', 'reference']
+Backend = Literal['auto', 'torch', 'triton', 'reference']
 SOLVERS: tuple[SolverName, ...] = get_args(SolverName)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
@@ -48,7 +49,8 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     Masked samples may hold anything, even NaN.
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
-    'reference' is the formula above under autograd; 'auto' is 'torch' where there is such an operator.
+    'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd; 'auto' is
+    'torch' where there is such an operator, on every device.
     """
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
@@ -56,7 +58,15 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
     # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
-    if solver.backend == 'reference' or not explicit or torch.onnx.is_in_onnx_export():
+    exporting = torch.onnx.is_in_onnx_export()
+    triton = solver.backend == 'triton' and not exporting
+    if triton:
+        if solver.coupled or weights.structure is not None or weights.proximal is not None:
+            raise ValueError(
+                "backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'"
+            )
+        require_triton(problem.features)
+    if solver.backend == 'reference' or not explicit or exporting:
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
         raise ValueError(
@@ -70,7 +80,8 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     else:
         require('badmm', weights, 'smoothness', 'step')
     averaged = None if features is problem.features else zero_masked(features, problem.mask)
-    return explicit_pool(averaged, problem, weights, solver.name, solver.coupled, solver.num_inner, solver.similarity)
+    name, coupled, num_inner, similarity, _ = solver
+    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, triton)
 
 
 def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
@@ -90,6 +101,7 @@ def explicit_pool(
     coupled: bool,
     num_inner: int,
     similarity: str,
+    triton: bool = False,
 ) -> Tensor:
     """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
 
@@ -101,6 +113,7 @@ def explicit_pool(
         coupled: see `Solver`.
         num_inner: see `Solver`.
         similarity: see `Solver`.
+        triton: whether the Triton operator does it.
     """
     if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
         raise ValueError(f'there is no operator for {name} with coupled={coupled} and these weights')
@@ -109,9 +122,9 @@ def explicit_pool(
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
     log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner)
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, triton)
     elif coupled:
         pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
     else:
-        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
+        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity, triton)
     return pooled

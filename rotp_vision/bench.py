@@ -1,0 +1,144 @@
+"""Which backend to choose on this machine: agreement of the Triton kernels with the torch operators, and times.
+
+    rotp-vision bench --device cuda
+
+prints a Markdown table to keep or to post. On CPU there is only the torch backend, and nothing to choose.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.core import SOLVERS, Backend, SolverName, triton_ops
+from rotp_vision.layers import GlobalROTPool2d, pool_options
+
+SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
+DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
+# How far the Triton kernels may be from float64, relative to the largest entry; besides that the rounding of the dtype,
+# and a few times what the torch backend is off itself (gradients of weights are sums in which much cancels).
+AGREEMENT, OWN_ERRORS = 1e-4, 4.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    parser.add_argument('--batch-size', type=int, default=64)
+    parser.add_argument('--dtype', choices=DTYPES, default='float32', help='of the feature maps')
+    parser.add_argument('--channels-last', action='store_true', help='memory format of the feature maps')
+    parser.add_argument('--repeats', type=int, default=30)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Check, time and print. A backend that disagrees is a RuntimeError, after the table."""
+    device = torch.device(args.device)
+    if args.repeats < 1 or args.batch_size < 1:
+        raise ValueError(f'repeats and batch-size must be positive, got {args.repeats} and {args.batch_size}')
+    if device.type == 'cuda' and not torch.cuda.is_available():
+        raise ValueError(f'device must be one that torch finds, got {args.device!r}: torch sees no GPU')
+    missing = _missing(device)
+    print(_machine(device))
+    layout = ', channels_last' if args.channels_last else ''
+    print(f'Forward and backward of (B = {args.batch_size}, C, H, W) maps in {args.dtype}{layout}, medians in ms.\n')
+    print('| map | solver | average pooling | torch | triton | torch / triton | off float64: torch | triton |')
+    print('| --- | --- | --- | --- | --- | --- | --- | --- |')
+    speedups, wrong = [], []
+    for shape in SHAPES:
+        x = torch.randn(args.batch_size, *shape, device=device, dtype=DTYPES[args.dtype]).relu_()
+        if args.channels_last:
+            x = x.contiguous(memory_format=torch.channels_last)
+        x.requires_grad_()
+        average = _milliseconds(nn.AdaptiveAvgPool2d(1), x, args.repeats)
+        for solver in SOLVERS:
+            label = f'{"×".join(map(str, shape))} | {solver} | {average:.3f}'
+            plain = _milliseconds(_pool(solver, 'torch').to(device), x, args.repeats)
+            if missing:
+                print(f'| {label} | {plain:.3f} | – | – | – | – |')
+                continue
+            fast = _milliseconds(_pool(solver, 'triton').to(device), x, args.repeats)
+            right = _results(_pool(solver, 'torch').to(device).double(), x.detach().double().requires_grad_())
+            own, error = (_off(_results(_pool(solver, name).to(device), x), right) for name in ('torch', 'triton'))
+            print(f'| {label} | {plain:.3f} | {fast:.3f} | {plain / fast:.2f} | {own:.1e} | {error:.1e} |')
+            speedups.append(plain / fast)
+            if not error <= AGREEMENT + torch.finfo(x.dtype).eps + OWN_ERRORS * own:  # so is NaN
+                wrong.append(label)
+    print()
+    if missing:
+        print(f'The Triton kernels need {missing}: here there is the torch backend only.')
+    elif wrong:
+        print("Choose backend='torch': the Triton kernels give other numbers here. Please report this table.")
+        raise RuntimeError(f'{len(wrong)} of {len(speedups)} rows disagree: ' + '; '.join(wrong))
+    else:
+        choice = 'triton' if statistics.geometric_mean(speedups) > 1 else 'torch'
+        slow = sum(speedup < 1 for speedup in speedups)
+        print(f"Choose backend='{choice}': triton agrees everywhere, and is slower in {slow} of {len(speedups)} rows.")
+
+
+def _missing(device: torch.device) -> str | None:
+    """What the Triton kernels lack, None where they run."""
+    if not triton_ops.INSTALLED:
+        return 'the package triton'
+    return None if device.type == 'cuda' or triton_ops.INTERPRETED else 'a GPU'
+
+
+def _pool(solver: SolverName, backend: Backend) -> nn.Module:
+    return GlobalROTPool2d(pool_options(solver, backend=backend))
+
+
+def _results(pool: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The output and every gradient, by name."""
+    out = pool(x)
+    towards = torch.linspace(-1, 2, out.numel(), device=x.device).view_as(out).to(out.dtype)
+    inputs = {'x': x} | dict(pool.named_parameters())
+    gradients = torch.autograd.grad(out, list(inputs.values()), towards, allow_unused=True, materialize_grads=True)
+    return {'output': out.detach()} | dict(zip(inputs, gradients, strict=True))
+
+
+def _off(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest difference of any, relative to the largest entry of what it belongs to; NaN if there is one."""
+    errors = [
+        (got[name].double() - value).abs().max() / value.abs().max().clamp_min(1e-6) for name, value in expected.items()
+    ]
+    return torch.stack(errors).max().item()
+
+
+def _milliseconds(pool: nn.Module, x: Tensor, repeats: int) -> float:
+    """Median time of forward and backward; by CUDA events on a GPU, which run with its own clock."""
+    out = pool(x)
+    grad = torch.ones_like(out)
+    inputs = [x, *pool.parameters()]
+
+    def step() -> None:
+        torch.autograd.grad(pool(x), inputs, grad, allow_unused=True)
+
+    for _ in range(3):  # the first calls compile and allocate
+        step()
+    clock = _time_on_gpu if x.is_cuda else _time_on_cpu
+    return statistics.median(clock(step) for _ in range(repeats))
+
+
+def _time_on_gpu(step: Callable[[], None]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def _time_on_cpu(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return 1000 * (time.perf_counter() - start)
+
+
+def _machine(device: torch.device) -> str:
+    try:
+        triton = version('triton')
+    except PackageNotFoundError:
+        triton = 'none'
+    name = torch.cuda.get_device_name(device) if device.type == 'cuda' else f'{device.type}'
+    return f'{name}; torch {torch.__version__}, triton {triton}.'

@@ -1,0 +1,213 @@
+"""Sinkhorn scaling in Triton, without structural and proximal terms.
+
+With G = s X, `a` the duals of the features and `b` those of the samples (b = 0 at first), step k of K is
+
+    r = LSE_n(G + b)        a = rate_a (log p0 - r)
+    l = LSE_d(G + a)        b = rate_b (log q0 - l)
+
+and the pooling has the weights softmax_n(G + b). All state is vectors. Forward is K + 1 launches: launch k finishes l
+of the step before from the parts its predecessor left, does r (local), and leaves its part of l; the last pools.
+Backward is K + 1 launches as well: those for b of the steps K … 1 leave their part of its gradient, and the last one,
+which knows all those gradients, writes what backward is for.
+
+Imports triton: import it only where `triton_ops` has found one.
+"""
+
+# Kernels are not Python to a type checker.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
+
+import triton
+import triton.language as tl
+
+from rotp_vision.core.triton_tiles import (
+    combine_lse,
+    combine_sum,
+    load_tile,
+    merge_lse,
+    store_tile,
+    tile_lse,
+)
+
+# Their values must not make variants of a kernel.
+NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles', 'tiles']
+
+
+@triton.jit
+def _load_b(columns, log_q0, rate_b, k, n, N):
+    """b before step k (BLOCK_N,) from l (K, N) of the step before; -inf on masked samples."""
+    lse = tl.load(columns + (k - 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    return _b_of(lse, log_q0, rate_b, k)
+
+
+@triton.jit
+def _b_of(lse, log_q0, rate_b, k):
+    start = tl.where(log_q0 == float('-inf'), log_q0, 0.0)
+    return tl.where(k > 0, rate_b * (log_q0 - lse), start)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def sinkhorn_forward(
+    features, x_map, log_prior_d, log_prior_n, coefficients,
+    pooled, rows, columns, parts,
+    D, N, num_steps, step, sub_tiles, tiles,
+    features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr,
+):  # fmt: skip
+    """Launch `step` of forward, from 0 to K (LAST), on the grid (B, tiles).
+
+    rows (B, K + 1, D) gets r, columns (B, K, N) gets l of the step before, parts (K, B, tiles, 2, N) gets this
+    program's part of l; the LAST writes pooled (B, D) instead. SAME: the features are X.
+    """
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
+    n = tl.arange(0, BLOCK_N)
+    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
+    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
+    rows += b * (num_steps + 1) * D
+    columns += b * num_steps * N
+
+    lse = tl.full((BLOCK_N,), 0.0, tl.float32)
+    if step > 0:
+        before = parts + ((step - 1) * num_sets + b) * (2 * N) * tiles
+        lse = combine_lse(before, tiles, n, N, TILES)
+        tl.store(columns + (step - 1) * N + n, lse, mask=n < tl.where(tile == 0, N, 0))
+    dual = _b_of(lse, log_q0, rate_b, step)
+
+    top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
+    total = tl.full((BLOCK_N,), 0.0, tl.float32)
+    for sub_tile in range(sub_tiles):
+        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
+        exists = (d < D)[:, None] & (n < N)[None, :]
+        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
+        y = scale * x + dual[None, :]
+        row_top = tl.max(y, 1)
+        row = tl.exp(y - row_top[:, None])
+        row_total = tl.sum(row, 1)
+        r = row_top + tl.log(row_total)
+        tl.store(rows + step * D + d, r, mask=d < D)
+        if LAST:
+            averaged = x
+            if not SAME:
+                averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
+            f = tl.sum(row * averaged, 1) / row_total
+            tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
+        else:
+            log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
+            tile_top, tile_total = tile_lse(scale * x + (rate_a * (log_p0 - r))[:, None])
+            top, total = merge_lse(top, total, tile_top, tile_total)
+    if not LAST:
+        part = parts + ((step * num_sets + b) * tiles + tile) * (2 * N)
+        tl.store(part + n, top, mask=n < N)
+        tl.store(part + N + n, total, mask=n < N)
+
+
+@triton.jit
+def _step_back(x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N):
+    """Step k backwards from `gap`, the gradient of its log q0 - l.
+
+    Returns dt and dy, gradients of the logits of l and r, and da.
+    """
+    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
+    lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * -gap[None, :]
+    da = tl.sum(dt, 1)
+    dual = _load_b(columns, log_q0, rate_b, k, n, N)
+    dy = tl.exp(scale * x + dual[None, :] - r[:, None]) * (-rate_a * da)[:, None]
+    return dt, dy, da
+
+
+@triton.jit
+def _load_gap(d_columns, gap_first, k, n, N):
+    """`gap` of step k (BLOCK_N,) out of (K + 1, N); that of step 0 is gap_first."""
+    gap = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    return tl.where(k == 0, gap_first, gap)
+
+
+@triton.jit(do_not_specialize=NOT_SPECIALIZED)
+def sinkhorn_backward(
+    grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
+    d_columns, parts, d_features, d_x, d_log_p0, slopes,
+    D, N, num_steps, step, sub_tiles, tiles,
+    grad_b, grad_d, features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
+    d_features_b, d_features_d, d_features_n, d_x_b, d_x_d, d_x_n,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
+    FIRST: tl.constexpr, SAME: tl.constexpr, NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
+):  # fmt: skip
+    """Launch `step` of backward, from K down to 0 (FIRST), on the grid (B, tiles).
+
+    parts (K + 1, B, tiles, N) gets this program's part of `gap`, rate_b times the gradient of b before the step and so
+    that of the log q0 - l it was made of; d_columns (B, K + 1, N) gets that of b after it. FIRST writes the gradients,
+    of the coefficients as slopes (B, tiles, sub_tiles, 4), to be added up; b before it is constant: no part.
+    """
+    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    num_sets = tl.num_programs(0)
+    n = tl.arange(0, BLOCK_N)
+    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
+    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
+    rows += b * (num_steps + 1) * D
+    columns += b * num_steps * N
+    d_columns += b * (num_steps + 1) * N
+
+    gap_after = tl.full((BLOCK_N,), 0.0, tl.float32)
+    if step < num_steps:
+        after = parts + ((step + 1) * num_sets + b) * N * tiles
+        gap_after = combine_sum(after, tiles, n, N, TILES)
+        tl.store(d_columns + (step + 1) * N + n, gap_after, mask=n < tl.where(tile == 0, N, 0))
+
+    d_rate_b = 0.0
+    if FIRST:
+        for k in range(num_steps):
+            gap = _load_gap(d_columns, gap_after, k, n, N)
+            lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+            d_rate_b += tl.sum(gap * tl.where(log_q0 == float('-inf'), 0.0, log_q0 - lse)) / rate_b
+
+    db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
+    for sub_tile in range(sub_tiles):
+        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
+        exists = (d < D)[:, None] & (n < N)[None, :]
+        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
+        log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
+        if FIRST or step == num_steps:
+            # f = Σ_n features softmax_n(G + b)
+            averaged = x
+            if not SAME:
+                averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
+            g = tl.load(grad + b * grad_b + d * grad_d, mask=d < D, other=0.0).to(tl.float32)
+            r = tl.load(rows + num_steps * D + d, mask=d < D, other=0.0)
+            dual = _load_b(columns, log_q0, rate_b, num_steps, n, N)
+            weights = tl.exp(scale * x + dual[None, :] - r[:, None])
+            weights /= tl.sum(weights, 1)[:, None]  # r is rounded
+            d_averaged = weights * g[:, None]
+            dy = d_averaged * (averaged - tl.sum(weights * averaged, 1)[:, None])
+            if FIRST:
+                if NEED_FEATURES:
+                    store_tile(d_features, d_averaged, b, d, n, d_features_b, d_features_d, d_features_n, exists)
+                d_p0 = g * 0.0
+                d_rate_a = 0.0
+                for i in range(num_steps):
+                    k = num_steps - 1 - i
+                    gap = _load_gap(d_columns, gap_after, k, n, N)
+                    dt, more, da = _step_back(
+                        x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N
+                    )
+                    dy += dt + more
+                    d_p0 += rate_a * da
+                    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
+                    d_rate_a += tl.sum(da * tl.where(d < D, log_p0 - r, 0.0))
+                slope = slopes + ((b * tiles + tile) * sub_tiles + sub_tile) * 4
+                tl.store(slope, tl.sum(dy * x))
+                tl.store(slope + 1, 0.0)
+                tl.store(slope + 2, d_rate_a)
+                tl.store(slope + 3, tl.where(tile + sub_tile == 0, d_rate_b, 0.0))
+                tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
+                if NEED_X:
+                    dx = scale * dy
+                    if SAME:
+                        dx += d_averaged
+                    store_tile(d_x, dx, b, d, n, d_x_b, d_x_d, d_x_n, exists)
+            else:
+                db_part += tl.sum(dy, 0)
+        else:
+            _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, gap_after, scale, rate_a, rate_b, step, d, n, D, N)
+            db_part += tl.sum(dy, 0)
+    tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, rate_b * db_part, mask=n < N)

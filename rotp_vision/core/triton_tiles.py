@@ -1,0 +1,195 @@
+"""What the Triton kernels share: how a plan is cut into tiles, and how programs pass vectors on to the next launch.
+
+A program works on one set and on some channels, `sub_tiles` tiles of BLOCK_D features by *all* samples (padded to
+BLOCK_N) one after the other. A sum over samples is then local to a tile; of a sum over features every program leaves
+its part, a vector of N, and all programs of the next launch add the parts up. So nothing plan-sized is written but
+results, there are no atomics, and results do not depend on the order in which programs run.
+
+Imports triton: import it only where `triton_ops` has found one.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_TILES = 16  # programs per set: every one of them reads the parts of all
+FORWARD_ELEMENTS = 2048  # of a tile; what the kernels hold per element fits the registers
+BACKWARD_ELEMENTS = 1024
+NUM_WARPS = 4
+# Left to itself NVIDIA's assembler takes fewer registers, for the sake of occupancy, and spills some.
+MAX_REGISTERS = 255
+AMD = torch.version.hip is not None
+
+
+class Tiling(NamedTuple):
+    """How the (D, N) plan of a set is cut."""
+
+    block_n: int
+    block_d: int
+    sub_tiles: int  # of a program
+    tiles: int  # programs per set
+
+    @property
+    def padded_tiles(self) -> int:
+        return triton.next_power_of_2(self.tiles)
+
+
+def tiling(num_features: int, num_samples: int, elements: int) -> Tiling:
+    block_n = max(16, triton.next_power_of_2(num_samples))
+    block_d = max(1, min(elements // block_n, triton.next_power_of_2(num_features)))
+    blocks = triton.cdiv(num_features, block_d)
+    sub_tiles = triton.cdiv(blocks, MAX_TILES)
+    return Tiling(block_n, block_d, sub_tiles, triton.cdiv(blocks, sub_tiles))
+
+
+def on_device(x: Tensor):
+    """Triton launches on the current device: make it that of `x`."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+def launch_options(amd: bool) -> dict[str, int | bool]:
+    """Of every kernel; a limit of registers exists on NVIDIA only."""
+    options = {'num_warps': NUM_WARPS, 'enable_fp_fusion': True}
+    return options if amd else options | {'maxnreg': MAX_REGISTERS}
+
+
+def launch_forward(
+    kernel: Any,
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    coefficients: Tensor,
+    count: int,
+    launches: int,
+    **flags: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, D) pooled, rows (B, launches, D) and columns (B, launches - 1, N).
+
+    Args:
+        kernel: `badmm_forward`, `sinkhorn_forward`.
+        features: (B, D, N) what is averaged; None where it is x.
+        x: (B, D, N) what the plan sees.
+        log_p0: (B, D).
+        log_q0: (B, N), -inf on masked samples.
+        coefficients: as the torch operator takes them.
+        count: of modules or steps, as the kernel takes it.
+        launches: how many make a forward.
+        flags: what else the kernel takes.
+    """
+    num_sets, num_features, num_samples = x.shape
+    cut = tiling(num_features, num_samples, FORWARD_ELEMENTS)
+    averaged = x if features is None else features
+    pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
+    rows = x.new_empty(num_sets, launches, num_features, dtype=torch.float32)
+    columns = x.new_empty(num_sets, launches - 1, num_samples, dtype=torch.float32)
+    parts = x.new_empty(launches - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
+    with on_device(x):
+        for launch in range(launches):
+            kernel[(num_sets, cut.tiles)](
+                averaged, x, log_p0, log_q0, coefficients,
+                pooled, rows, columns, parts,
+                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
+                *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
+                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
+                LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(AMD),
+            )  # fmt: skip
+    return pooled, rows, columns
+
+
+def launch_backward(
+    kernel: Any,
+    grad: Tensor,
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    coefficients: Tensor,
+    rows: Tensor,
+    columns: Tensor,
+    d_features: Tensor | None,
+    d_x: Tensor | None,
+    count: int,
+    **flags: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fills d_features and d_x, where they are given, with gradients.
+
+    Returns:
+        Those of log_p0 (B, D), log_q0 (B, N) and the coefficients.
+    """
+    (num_sets, launches, num_features), num_samples = rows.shape, x.shape[2]
+    cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
+    averaged = x if features is None else features
+    to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
+    d_columns = x.new_empty(num_sets, launches, num_samples, dtype=torch.float32)
+    parts = x.new_empty(launches, num_sets, cut.tiles, num_samples, dtype=torch.float32)
+    d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
+    slopes = x.new_empty(num_sets, cut.tiles * cut.sub_tiles, 4, coefficients.shape[1], dtype=torch.float32)
+    with on_device(x):
+        for launch in reversed(range(launches)):
+            kernel[(num_sets, cut.tiles)](
+                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
+                d_columns, parts, to_features, to_x, d_log_p0, slopes,
+                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
+                *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
+                *to_features.stride(), *to_x.stride(),
+                BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
+                FIRST=launch == 0, SAME=features is None,
+                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
+            )  # fmt: skip
+    return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))[: coefficients.shape[0]]
+
+
+@triton.jit
+def load_tile(pointer, set_index, d, n, stride_b, stride_d, stride_n, exists):
+    """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
+    pointer += set_index * stride_b
+    return tl.load(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(pointer, values, set_index, d, n, stride_b, stride_d, stride_n, exists):
+    pointer += set_index * stride_b
+    values = values.to(pointer.dtype.element_ty)
+    tl.store(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), values, mask=exists)
+
+
+@triton.jit
+def merge_lse(top, total, more_top, more_total):
+    """The log-sum-exp (top, total), meaning top + log(total), of two; of nothing it is (-inf, 0)."""
+    new_top = tl.maximum(top, more_top)
+    safe = tl.where(new_top == float('-inf'), 0.0, new_top)
+    return new_top, total * tl.exp(top - safe) + more_total * tl.exp(more_top - safe)
+
+
+@triton.jit
+def tile_lse(y):
+    """Over features, of a tile: (BLOCK_N,) top and total. A tile without features gives (-inf, 0)."""
+    top = tl.max(y, 0)
+    safe = tl.where(top == float('-inf'), 0.0, top)
+    return top, tl.sum(tl.exp(y - safe[None, :]), 0)
+
+
+@triton.jit
+def combine_lse(parts, tiles, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) log-sum-exp over features from the parts (tiles, 2, N) of all programs of a set; zero beyond N."""
+    t = tl.arange(0, TILES)
+    exists = (t < tiles)[:, None] & (n < N)[None, :]
+    at = parts + t[:, None] * (2 * N) + n[None, :]
+    tops = tl.load(at, mask=exists, other=float('-inf'))
+    totals = tl.load(at + N, mask=exists, other=0.0)
+    top = tl.where(n < N, tl.max(tops, 0), 0.0)
+    total = tl.sum(totals * tl.exp(tops - top[None, :]), 0)
+    return top + tl.log(tl.where(n < N, total, 1.0))
+
+
+@triton.jit
+def combine_sum(parts, tiles, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) sum over features from the parts (tiles, N)."""
+    t = tl.arange(0, TILES)
+    exists = (t < tiles)[:, None] & (n < N)[None, :]
+    return tl.sum(tl.load(parts + t[:, None] * N + n[None, :], mask=exists, other=0.0), 0)

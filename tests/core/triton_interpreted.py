@@ -1,0 +1,223 @@
+"""Every Triton kernel against the torch operators, run on CPU by Triton's interpreter.
+
+Not collected by itself: the interpreter must be chosen before triton is first imported, so `test_triton` runs this file
+in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton_interpreted.py`.
+"""
+
+import argparse
+
+import pytest
+import torch
+from torch import Tensor
+
+from rotp_vision import bench
+from rotp_vision.core import Solver, triton_tiles
+from rotp_vision.layers import LocalROTPool2d
+from tests.core.test_fast import leaves, pooled, results
+
+OPERATORS = {
+    'badmm-e': (Solver('badmm-e'), False, False),
+    'badmm-q': (Solver('badmm-q'), False, False),
+    'sinkhorn': (Solver('sinkhorn', num_inner=2), False, False),
+}
+every_operator = pytest.mark.parametrize('operator', OPERATORS.values(), ids=OPERATORS)
+
+# Of float32 kernels against the torch path in float64, relative to the largest entry; and absolute, for gradients of
+# weights that are a sum in which larger terms cancel (the torch path in float32 errs there as much).
+TOLERANCE, FLOOR = 1e-5, 1e-6
+
+
+def double(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in tensors.items()}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (got[name].double() - value.double()).abs().max()
+        assert error <= TOLERANCE * value.abs().max() + FLOOR, f'{name}: {error} of {value.abs().max()}'
+
+
+def assert_same(operator, tensors: dict[str, Tensor], mask: Tensor | None = None):
+    got = results(operator, tensors, 'triton', mask)
+    assert_close(got, results(operator, double(tensors), 'torch', mask))
+    return got
+
+
+@every_operator
+@pytest.mark.parametrize('shape', [(2, 5, 1), (2, 33, 4), (1, 1, 9), (1, 33, 49), (1, 5, 196)])
+def test_equals_torch(operator, shape):
+    assert_same(operator, leaves(operator, *shape, dtype=torch.float32))
+
+
+@every_operator
+def test_several_tiles_and_several_sub_tiles(operator, monkeypatch):
+    """Nine tiles of four features, the last of them with one: in nine programs, then in two of five and four."""
+    tensors = leaves(operator, 1, 33, 196, num_modules=2, dtype=torch.float32)
+    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 1, 9)
+    assert_same(operator, tensors)
+    monkeypatch.setattr(triton_tiles, 'MAX_TILES', 2)
+    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 5, 2)
+    assert_same(operator, tensors)
+
+
+@pytest.mark.parametrize(('name', 'count'), [('badmm-e', 1), ('badmm-e', 4), ('badmm-q', 1), ('badmm-q', 4)])
+def test_any_number_of_modules(name, count):
+    assert_same(OPERATORS[name], leaves(OPERATORS[name], 1, 6, 9, num_modules=count, dtype=torch.float32))
+
+
+@pytest.mark.parametrize('num_inner', [1, 5])
+def test_any_number_of_inner_steps(num_inner):
+    operator = (Solver('sinkhorn', num_inner=num_inner), False, False)
+    assert_same(operator, leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32))
+
+
+@every_operator
+@pytest.mark.parametrize('view', [False, True])
+def test_masks_and_a_separate_view(operator, view):
+    mask = torch.arange(9) < torch.tensor([[1], [6]])
+    got = assert_same(operator, leaves(operator, 2, 12, 9, view=view, dtype=torch.float32), mask)
+    assert torch.equal(got['x'][0, :, 1:], torch.zeros(12, 8))
+
+
+@every_operator
+def test_channels_last_without_copies(operator):
+    tensors = leaves(operator, 2, 8, 9, view=True, dtype=torch.float32)
+    for name in ('x', 'features'):
+        tensors[name] = tensors[name].detach().mT.contiguous().mT.requires_grad_()
+    got = assert_same(operator, tensors)
+    for name in ('x', 'features'):
+        assert got[name].stride() == tensors[name].stride() == (72, 1, 8)
+
+
+def operands(operator, dtype=torch.float32, features_dtype=None):
+    """What the operator itself takes, and its options."""
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    quadratic = operator[0].name == 'badmm-q'
+    rows, options = (4, (3,)) if operator[0].name == 'sinkhorn' else (3 + quadratic, (quadratic,))
+    coefficients = torch.rand(rows, 1 if rows == 4 and not quadratic else 2, generator=generator) + 0.4
+    features = None if features_dtype is None else normal(2, 6, 5).to(features_dtype)
+    x, log_p0, log_q0 = normal(2, 6, 5).to(dtype), normal(2, 6).log_softmax(1), normal(2, 5).log_softmax(1)
+    if operator[0].name != 'badmm-e':
+        coefficients[1] = float(quadratic)  # κ, or the proximal weight, which is none of the kernels'
+    return (features, x, log_p0, log_q0, coefficients), options
+
+
+def operator_of(operator, prefix=''):
+    name = 'sinkhorn_pool' if operator[0].name == 'sinkhorn' else 'badmm_pool'
+    return getattr(torch.ops.rotp_vision, prefix + name)
+
+
+@every_operator
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('separate', [False, True])
+def test_half_precision_in_and_out(operator, dtype, separate):
+    """The same numbers as float32 from the rounded inputs, rounded once at the end."""
+    (features, x, *rest), options = operands(operator, dtype, dtype if separate else None)
+    inputs = [None if value is None else value.requires_grad_() for value in (features, x, *rest)]
+    grad = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
+    out, *_ = operator_of(operator, 'triton_')(*inputs, *options)
+    used = [value for value in inputs if value is not None]
+    got = [out, *torch.autograd.grad(out, used, grad)]
+    wide = [None if value is None else value.detach().double().requires_grad_() for value in inputs]
+    extra = ('',) if operator[0].name != 'sinkhorn' else ()
+    out = operator_of(operator)(*wide, *options, *extra)
+    expected = [out, *torch.autograd.grad(out, [value for value in wide if value is not None], grad.double())]
+    if operator[0].name == 'sinkhorn':
+        for values in (got, expected):
+            values[-1] = values[-1][[0, 2, 3]]  # the proximal weight is none of its
+    for value, right, like in zip(got, expected, [out.to(dtype), *used], strict=True):
+        assert value.dtype == like.dtype
+        rounding = torch.finfo(like.dtype).eps if like.dtype != torch.float32 else TOLERANCE
+        assert ((value.double() - right).abs().max() / right.abs().max()).item() < rounding
+
+
+@every_operator
+def test_only_what_is_asked_for(operator):
+    tensors = leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32, view=True)
+    expected = results(operator, tensors, 'triton')
+    for frozen in ({'x'}, {'features'}, set(tensors) - {'x'}):
+        part = {name: value.detach().requires_grad_(name not in frozen) for name, value in tensors.items()}
+        out = pooled(operator, part, 'triton')
+        free = {name: value for name, value in part.items() if value.requires_grad}
+        towards = torch.linspace(-1, 2, out.numel()).view_as(out)
+        grads = torch.autograd.grad(out, list(free.values()), towards, allow_unused=True, materialize_grads=True)
+        for name, grad in zip(free, grads, strict=True):
+            assert torch.equal(grad, expected[name]), name
+
+
+@every_operator
+def test_expanded_gradient(operator):
+    """The gradient of a sum is one number behind all entries."""
+    tensors = leaves(operator, 2, 6, 5, dtype=torch.float32)
+    got, expected = (
+        torch.autograd.grad(pooled(operator, values, backend).sum(), values['x'])[0]
+        for values, backend in ((tensors, 'triton'), (double(tensors), 'torch'))
+    )
+    assert_close({'x': got}, {'x': expected})
+
+
+# The rest of opcheck's tests run the operator many times; `test_compiles_whole` has what they are for.
+CHECKS = ('test_schema', 'test_autograd_registration', 'test_faketensor')
+
+
+@every_operator
+def test_opcheck(operator):
+    inputs, options = operands(operator)
+    differentiable = tuple(None if value is None else value.clone().requires_grad_() for value in inputs)
+    forward = operator_of(operator, 'triton_')
+    torch.library.opcheck(forward.default, (*differentiable, *options), test_utils=CHECKS)
+    out, rows, columns = forward(*inputs, *options)
+    backward = getattr(torch.ops.rotp_vision, f'{forward.__name__}_backward').default
+    needs = [False, True, True, True, True]
+    torch.library.opcheck(backward, (torch.ones_like(out), *inputs, rows, columns, needs, *options), test_utils=CHECKS)
+
+
+@every_operator
+def test_compiles_whole(operator):
+    tensors = leaves(operator, 2, 6, 5, num_modules=2, dtype=torch.float32)
+    expected = results(operator, tensors, 'triton')
+    torch.compiler.reset()
+    compiled = torch.compile(pooled, fullgraph=True, backend='aot_eager')
+    out = compiled(operator, tensors, 'triton')
+    towards = torch.linspace(-1, 2, out.numel()).view_as(out)
+    got = {'output': out, 'x': torch.autograd.grad(out, tensors['x'], towards)[0]}
+    assert_close(got, {name: expected[name] for name in got})
+
+
+@every_operator
+def test_second_derivative_is_refused(operator):
+    tensors = leaves(operator, 1, 6, 5, dtype=torch.float32)
+    (grad,) = torch.autograd.grad(pooled(operator, tensors, 'triton').sum(), tensors['x'], create_graph=True)
+    with pytest.raises(RuntimeError, match='no second derivative'):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
+def test_layers(solver):
+    """Windows with masked padding, and a view that is not what is averaged: the same from both backends."""
+    x = torch.randn(1, 5, 4, 3, generator=torch.Generator().manual_seed(0))
+    options = {'solver': solver, 'view': 'rms', 'num_modules': 2} if solver == 'badmm-e' else {'solver': solver}
+    got, expected = (
+        LocalROTPool2d({**options, 'backend': backend}, kernel_size=3, stride=2, padding=1).to(dtype)(x.to(dtype))
+        for backend, dtype in (('triton', torch.float32), ('torch', torch.float64))
+    )
+    assert_close({'output': got}, {'output': expected})
+
+
+def test_bench_compares_and_advises(monkeypatch, capsys):
+    monkeypatch.setattr(bench, 'SHAPES', ((5, 2, 2),))
+    monkeypatch.setattr(bench, 'SOLVERS', ('sinkhorn',))
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = parser.parse_args(['--device', 'cpu', '--batch-size', '1', '--repeats', '1', '--channels-last'])
+    bench.run(args)
+    printed = capsys.readouterr().out
+    assert printed.count('| 5×2×2 |') == 1
+    assert "Choose backend='torch': triton agrees everywhere" in printed  # the interpreter is not fast
+
+    monkeypatch.setattr(bench, 'AGREEMENT', -1.0)
+    with pytest.raises(RuntimeError, match='1 of 1 rows disagree'):
+        bench.run(args)
+    assert 'Please report this table' in capsys.readouterr().out

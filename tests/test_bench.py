@@ -1,0 +1,29 @@
+"""`rotp-vision bench` where there is nothing to choose; `triton_interpreted` has the rest."""
+
+import argparse
+
+import pytest
+
+from rotp_vision import bench
+from rotp_vision.core import triton_ops
+
+
+def run(*arguments: str) -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    bench.run(parser.parse_args(['--batch-size', '2', '--repeats', '1', *arguments]))
+
+
+@pytest.mark.parametrize(('installed', 'need'), [(True, 'a GPU'), (False, 'the package triton')])
+def test_times_torch_and_says_why_not_triton(installed, need, monkeypatch, capsys):
+    monkeypatch.setattr(bench, 'SHAPES', ((8, 2, 2),))
+    monkeypatch.setattr(triton_ops, 'INSTALLED', installed)
+    run('--device', 'cpu', '--dtype', 'bfloat16')
+    printed = capsys.readouterr().out
+    assert printed.count('| 8×2×2 |') == 3
+    assert f'need {need}: here there is the torch backend only' in printed
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match='repeats'):
+        run('--device', 'cpu', '--repeats', '0')
