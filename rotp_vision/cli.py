@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | visualize."""
+"""The command line: rotp-vision convert | inspect | revert | verify | visualize | bench."""
 
 import argparse
 import ast
@@ -18,6 +18,7 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
+from rotp_vision import bench
 from rotp_vision.calibration import calibrate
 from rotp_vision.evaluation import ImageFiles, compare
 from rotp_vision.hub import build, load_pretrained, read_state_dict, save_pretrained, write_state_dict
@@ -81,6 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--limit', type=int, default=16, help='draw only so many images of each folder')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
+
+    command = commands.add_parser('bench', help='check and time the backends on this machine')
+    bench.add_arguments(command)
+    command.set_defaults(run=bench.run)
     return parser
 
 
