@@ -19,45 +19,44 @@ from benchmarks.real_data import NETWORKS, add_data_arguments, build, maps_of
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_arguments(parser)
-    parser.add_argument('--plot', help="write calibrate's plot of the first network to this file")
+    parser.add_argument('--network', default='', help='only networks with this in their name')
+    parser.add_argument('--plot', help="write calibrate's plot to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    conversion, calibration = [], []
-    for network in NETWORKS:
+    for network in [network for network in NETWORKS if args.network in network.name]:
         model = build(network, args.data)
         maps, labels = maps_of(network, model, args.data, args.cache, args.limit)
         before = head(model, maps)
-        conversion.append(row(network.name, 'average (native)', before, before, labels))
+        print(f'\n{network.name}, {len(labels)} images', flush=True)
+        print('\n| pooling | top-1 % | top-5 % | same prediction % | largest logit change |')
+        print('| --- | --- | --- | --- | --- |')
+        print(row('average (native)', before, before, labels))
         for name in ('default', 'sinkhorn', 'badmm-e', 'badmm-q'):
             converted = copy.deepcopy(model)
             rotp_vision.convert(converted, **({} if name == 'default' else {'pool': name}))
-            conversion.append(row(network.name, f"{name}, start='mean'", head(converted, maps), before, labels))
-        reverted = head(rotp_vision.revert(converted), maps)
-        conversion.append(row(network.name, 'reverted', reverted, before, labels))
+            print(row(f"{name}, start='mean'", head(converted, maps), before, labels), flush=True)
+            if name == 'default':
+                print(row('default, reverted', head(rotp_vision.revert(converted), maps), before, labels))
 
         half = len(labels) // 2
-        report = rotp_vision.calibrate(
-            _Head(rotp_vision.convert(model)), [(maps[:half].float(), labels[:half])], max_images=512
-        )
-        if args.plot and not calibration:
+        fit, judge = (maps[:half], labels[:half]), (maps[half:], labels[half:])
+        report = rotp_vision.calibrate(_Head(rotp_vision.convert(model)), [(fit[0][:512].float(), fit[1][:512])])
+        if args.plot:
             report.plot(args.plot)
-        gained = head(_Gain(model, report.average.gain), maps[half:])
+        chosen = f'{report.best.view}, temperature {report.best.temperature:.3g}, gain {report.best.gain:.2f}'
+        print(
+            f'\n| calibrated on {report.num_images} images, judged on {len(judge[1])} others | cross-entropy | top-1 % |'
+        )
+        print('| --- | --- | --- |')
         for pooling, logits in (
             ('average', before[half:]),
-            (f'average × {report.average.gain:.2f}', gained),
-            (
-                f'{report.best.view}, {report.best.temperature:.3g}, gain {report.best.gain:.2f}',
-                head(model, maps[half:]),
-            ),
+            (f'average × {report.average.gain:.2f}', head(_Gain(model, report.average.gain), judge[0])),
+            (chosen, head(model, judge[0])),
         ):
-            loss, top1 = F.cross_entropy(logits, labels[half:]), accuracy(logits, labels[half:])
-            calibration.append(f'| {network.name} | {pooling} | {loss:.4f} | {top1:.2f} |')
-    print('\n| network | pooling | top-1 % | top-5 % | same prediction % | largest logit change |')
-    print('| --- | --- | --- | --- | --- | --- |')
-    print('\n'.join(conversion))
-    print('\n| network | calibrated on half of the images, judged on the other | cross-entropy | top-1 % |')
-    print('| --- | --- | --- | --- |')
-    print('\n'.join(calibration))
+            print(
+                f'| {pooling} | {F.cross_entropy(logits, judge[1]):.4f} | {accuracy(logits, judge[1]):.2f} |',
+                flush=True,
+            )
 
 
 class _Head(torch.nn.Module):
@@ -93,11 +92,11 @@ def accuracy(logits, labels, k=1):
     return 100 * (logits.topk(k, 1).indices == labels[:, None]).any(1).float().mean().item()
 
 
-def row(network, pooling, logits, before, labels):
+def row(pooling, logits, before, labels):
     same = 100 * (logits.argmax(1) == before.argmax(1)).float().mean().item()
     change = (logits - before).abs().max().item()
     top1, top5 = accuracy(logits, labels), accuracy(logits, labels, 5)
-    return f'| {network} | {pooling} | {top1:.2f} | {top5:.2f} | {same:.2f} | {change:.3g} |'
+    return f'| {pooling} | {top1:.2f} | {top5:.2f} | {same:.2f} | {change:.3g} |'
 
 
 if __name__ == '__main__':
