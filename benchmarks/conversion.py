@@ -44,9 +44,8 @@ def main():
         if args.plot:
             report.plot(args.plot)
         chosen = f'{report.best.view}, temperature {report.best.temperature:.3g}, gain {report.best.gain:.2f}'
-        print(
-            f'\n| calibrated on {report.num_images} images, judged on {len(judge[1])} others | cross-entropy | top-1 % |'
-        )
+        used = f'calibrated on {report.num_images} images, judged on {len(judge[1])} others'
+        print(f'\n| {used} | cross-entropy | top-1 % |')
         print('| --- | --- | --- |')
         for pooling, logits in (
             ('average', before[half:]),
