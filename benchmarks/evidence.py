@@ -71,9 +71,10 @@ def outcomes_of(network: Network, args: argparse.Namespace, recipe: Recipe) -> d
             )
     results = {}
     for name in POOLINGS:
-        files = [torch.load(path, weights_only=True) for seed in range(args.seeds) if (path := paths[seed, name]).exists()]
-        if len(files) == args.seeds:
-            results[name] = [(Outcome(*file['outcome']), file['weights']) for file in files]
+        files = [paths[seed, name] for seed in range(args.seeds)]
+        if all(file.exists() for file in files):
+            runs = [torch.load(file, weights_only=True) for file in files]
+            results[name] = [(Outcome(*run['outcome']), run['weights']) for run in runs]
     return results
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, PoolOptions
-from rotp_vision.layers.hierarchical_pool import MAX_POOL, MEAN_POOL
+from rotp_vision.layers.hierarchical_pool import MEAN_POOL
 from rotp_vision.layers.weights import PositiveWeight, view_of
 
 AVERAGE, AVERAGE_GAIN, GEM_GAIN = 'average', 'average, gain', 'GeM, gain'
@@ -44,6 +44,25 @@ class Average(nn.Module):
         return pooled if self.gain is None else pooled * self.gain()
 
 
+class MeanMax(nn.Module):
+    """Mixed mean-max pooling in closed form: what `MixedROTPool2d.mean_max` is by Proposition 2, at less cost."""
+
+    def __init__(self, gain: bool = False):
+        super().__init__()
+        self.omega = nn.Parameter(torch.zeros(2))
+        self.gain = PositiveWeight(1.0) if gain else None
+
+    def set_share(self, mean: float):
+        """Let the mean have this share, and the maximum the rest."""
+        with torch.no_grad():
+            self.omega.copy_(torch.tensor([mean, 1 - mean]).log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, maximum = self.omega.softmax(0)
+        pooled = mean * x.flatten(2).mean(2) + maximum * x.flatten(2).amax(2)
+        return pooled if self.gain is None else pooled * self.gain()
+
+
 def _rot(solver: Any, **options: Any) -> Callable[[int], nn.Module]:
     return lambda num_features: GlobalROTPool2d(PoolOptions(solver, **options), num_features)
 
@@ -53,35 +72,36 @@ def _near_mean(solver: Any, view: str, gain: str = 'scalar', **options: Any) -> 
 
 
 _SINKHORN_RMS = PoolOptions('sinkhorn', start='mean', view='rms', smoothness=4.0)
-# Starts to choose from: temperatures as multiples of the spread of what the plan sees, and powers of GeM.
+# Starts to choose from: temperatures as multiples of the spread of what the plan sees, powers of GeM, shares of the
+# mean in mean-max, and the gain of each.
 MULTIPLES = (64.0, 16.0, 8.0, 4.0, 2.0, 1.0)
 GAINS = tuple(0.05 * i for i in range(4, 25))
 POWERS = (1.0, 1.25, 1.5, 2.0, 3.0)
+SHARES = (0.98, 0.95, 0.9, 0.8, 0.5)
 
-# From the number of channels to a pooling of maps (B, C, H, W) to (B, C).
+# From the number of channels to a pooling of maps (B, C, H, W) to (B, C). Fitted in this order.
 POOLINGS: dict[str, Callable[[int], nn.Module]] = {
     AVERAGE: lambda _: Average(),
     AVERAGE_GAIN: lambda _: Average(gain=True),
     'GeM p = 1.5, gain': lambda _: PowerMean(1.5, learn=False, gain=True),
-    'GeM': lambda _: PowerMean(),
     GEM_GAIN: lambda _: PowerMean(gain=True),
     'Sinkhorn rms, gain': _near_mean('sinkhorn', 'rms'),
     'softmax rms, gain': _near_mean('badmm-e', 'rms', num_modules=1),
-    'mean-max': lambda _: MixedROTPool2d.mean_max(),
-    'mean-max, gain': lambda _: MixedROTPool2d([MEAN_POOL, MAX_POOL], _FUSION_GAIN),
-    'BADMM-E published': _rot('badmm-e'),
+    'mean-max, gain': lambda _: MeanMax(gain=True),
     'BADMM-E published, gain': _rot('badmm-e', gain='scalar'),
-    'BADMM-Q published, gain': _rot('badmm-q', gain='scalar'),
     'BADMM-E rms, gain': _near_mean('badmm-e', 'rms'),
     'coupled BADMM-E rms, gain': _near_mean('badmm-e', 'rms', coupled=True),
-    'Sinkhorn identity, gain': _near_mean('sinkhorn', 'identity'),
     'Sinkhorn log, gain': _near_mean('sinkhorn', 'log'),
+    'Sinkhorn identity, gain': _near_mean('sinkhorn', 'identity'),
+    'GeM': lambda _: PowerMean(),
     'Sinkhorn rms': _near_mean('sinkhorn', 'rms', gain='off'),
     'softmax identity, gain': _near_mean('badmm-e', 'identity', num_modules=1),
-    'softmax rms': _near_mean('badmm-e', 'rms', gain='off', num_modules=1),
-    'BADMM-Q rms, gain': _near_mean('badmm-q', 'rms'),
-    'Sinkhorn rms, gain, attention prior': _near_mean('sinkhorn', 'rms', prior='attention', prior_width=32),
     'hierarchical Sinkhorn rms + mean, gain': lambda _: MixedROTPool2d([_SINKHORN_RMS, MEAN_POOL], _FUSION_GAIN),
+    'Sinkhorn rms, gain, attention prior': _near_mean('sinkhorn', 'rms', prior='attention', prior_width=32),
+    'BADMM-E published': _rot('badmm-e'),
+    'BADMM-Q published, gain': _rot('badmm-q', gain='scalar'),
+    'BADMM-E identity, gain': _near_mean('badmm-e', 'identity'),
+    'BADMM-Q rms, gain': _near_mean('badmm-q', 'rms'),
 }
 
 
@@ -116,9 +136,11 @@ def split(num_images: int, recipe: Recipe, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def starts_of(pool: nn.Module, maps: Tensor) -> list[Callable[[], None]]:
-    """Where a pooling may start: temperatures of a pooling near the mean, powers of GeM, else only where it is."""
+    """Where a pooling may start: temperatures, powers of GeM, shares of the mean; the published only where it is."""
     if isinstance(pool, PowerMean) and isinstance(pool.power.beta, nn.Parameter):
         return [partial(pool.power.set, power) for power in POWERS]
+    if isinstance(pool, MeanMax):
+        return [partial(pool.set_share, share) for share in SHARES]
     if not isinstance(pool, GlobalROTPool2d) or pool.options.start == 'paper':
         return [lambda: None]
     spread = float(view_of(maps.float().flatten(2), pool.view).var(2, correction=0).mean().sqrt())

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.evidence_poolings import Average, PowerMean
+from benchmarks.evidence_poolings import Average
 from benchmarks.paper import Results
 from benchmarks.tables import pivot
 from rotp_vision.layers import GlobalROTPool2d, PoolOptions
@@ -33,7 +33,6 @@ FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
     'average': Average,
     'Sinkhorn rms, gain': lambda: GlobalROTPool2d(SINKHORN),
     'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions()),
-    'GeM': PowerMean,
     'max': lambda: nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten()),
 }
 
@@ -122,7 +121,7 @@ def measure(seeds: int, num_train: int, num_test: int, epochs: int, kept: Path) 
     return rows
 
 
-def report(results: Results, seeds: int, num_train: int = 4000, num_test: int = 800, epochs: int = 8):
+def report(results: Results, seeds: int, num_train: int = 2400, num_test: int = 600, epochs: int = 8):
     rows = measure(seeds, num_train, num_test, epochs, results.output / 'fitted')
     summary = []
     for name in dict.fromkeys(row['pooling'] for row in rows):
@@ -139,7 +138,7 @@ def draw(summary: list[dict]) -> Figure:
     figure = Figure(figsize=(6.4, 4), layout='constrained')
     axes = figure.subplots()
     names = dict.fromkeys(row['pooling'] for row in summary)
-    for name, marker in zip(names, 'os^Dvx', strict=True):
+    for name, marker in zip(names, 'os^Dv', strict=True):
         line = [row for row in summary if row['pooling'] == name]
         axes.errorbar(
             [100 * row['radius'] for row in line],
