@@ -114,7 +114,7 @@ class Recipe(NamedTuple):
     epochs: int = 1
     batch: int = 50
     lr: float = 0.1  # of the positive weights, whose steps are relative changes
-    prior_lr: float = 3e-4  # of the matrices of an attention prior
+    prior_lr: float = 3e-3  # of the matrices of an attention prior
 
 
 class Outcome(NamedTuple):
