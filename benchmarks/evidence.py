@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None):
     if tables:
         results.figure('poolings', draw(tables))
     if args.small_objects:
-        small_objects.report(results, args.seeds)
+        small_objects.report(results)
     if args.page is not None:
         renew_page(args.page, results, 'evidence')
     print(f'tables and plots are in {args.output}')

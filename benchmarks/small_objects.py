@@ -123,7 +123,7 @@ def measure(seeds: int, num_train: int, num_test: int, epochs: int, kept: Path) 
     return rows
 
 
-def report(results: Results, seeds: int, num_train: int = 2400, num_test: int = 600, epochs: int = 8):
+def report(results: Results, seeds: int = 2, num_train: int = 2400, num_test: int = 600, epochs: int = 8):
     rows = measure(seeds, num_train, num_test, epochs, results.output / 'fitted')
     summary = []
     for name in dict.fromkeys(row['pooling'] for row in rows):
