@@ -100,18 +100,19 @@ def summarize(network: str, fitted: dict[str, list[tuple[Outcome, str]]]) -> tup
         for reference in (AVERAGE, AVERAGE_GAIN, GEM_GAIN):
             if reference in outcomes:
                 for field, scale in (('loss', 1), ('top1', 100)):
-                    change, p = paired_test(per_image(runs, outcomes[reference], field, num_images))
-                    tests[reference, field] = (scale * change, p)
+                    change, error, p = paired_test(per_image(runs, outcomes[reference], field, num_images))
+                    tests[reference, field] = (scale * change, scale * error, p)
         row = {'network': network, 'pooling': name}
         for key, values in metrics.items():
             row[key] = mean(values)
             row[f'{key} standard error'] = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        for (reference, field), (change, p) in tests.items():
-            row[f'{field} minus {reference}'], row[f'{field} p {reference}'] = change, p
+        for (reference, field), test in tests.items():
+            for key, value in zip(('minus', 'standard error to', 'p to'), test, strict=True):
+                row[f'{field} {key} {reference}'] = value
         full.append(row | {'weights': ' | '.join(weights for _, weights in fitted[name])})
         digits = {'cross-entropy': 4}
         line = {'pooling': name} | {key: with_error(values, digits.get(key, 2)) for key, values in metrics.items()}
-        for (reference, field), (change, p) in tests.items():
+        for (reference, field), (change, _, p) in tests.items():
             same = name == reference
             if field == 'loss':
                 line[f'Δ cross-entropy to {reference}'] = '' if same else f'{change:+.4f} (p {p:.2g})'
@@ -123,24 +124,22 @@ def summarize(network: str, fitted: dict[str, list[tuple[Outcome, str]]]) -> tup
 
 
 def draw(tables: dict[str, list[dict]]) -> Figure:
-    """Cross-entropy with its standard error by pooling, one panel a network; what is far worse is cut off."""
-    figure = Figure(figsize=(6.2 * len(tables), 6.4), layout='constrained')
+    """Cross-entropy against that of average pooling on the same images, by pooling; what is far worse is cut off."""
+    figure = Figure(figsize=(6.4 * len(tables), 6.4), layout='constrained')
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (network, rows) in zip(panels, tables.items(), strict=True):
-        rows = rows[::-1]
-        losses = [row['cross-entropy'] for row in rows]
-        errors = [row['cross-entropy standard error'] for row in rows]
-        average = next(row['cross-entropy'] for row in rows if row['pooling'] == AVERAGE)
-        low = min(losses)
-        high = average + 2 * (average - low)
-        inside = [min(loss, high) for loss in losses]
-        axes.errorbar(inside, range(len(rows)), xerr=errors, fmt='o', color='#0072B2', capsize=3)
-        for y, loss in enumerate(losses):
-            if loss > high:
-                axes.annotate(f'{loss:.2f} →', (high, y), ha='right', va='bottom', fontsize=8)
-        axes.axvline(average, color='grey', linestyle='--', linewidth=1)
-        axes.set_yticks(range(len(rows)), [row['pooling'] for row in rows])
-        axes.set(title=network, xlabel='cross-entropy on images not fitted on, mean ± standard error over seeds')
+        changes = [row[f'loss minus {AVERAGE}'] for row in rows]
+        limit = 1.3 * max(-min(changes), 0.01)
+        for y, (row, change) in enumerate(zip(rows, changes, strict=True)):
+            if change > limit:
+                axes.text(limit, y, f'{change:+.2f} →', ha='right', va='center')
+            else:
+                error = 1.96 * row[f'loss standard error to {AVERAGE}']
+                axes.errorbar(change, y, xerr=error, fmt='o', color='#0072B2', capsize=3)
+        axes.axvline(0, color='grey', linestyle='--', linewidth=1)
+        axes.set_yticks(range(len(rows)), [f'{row["pooling"]}   {row["cross-entropy"]:.4f}' for row in rows])
+        axes.invert_yaxis()
+        axes.set(title=network, xlabel='cross-entropy minus that of average pooling, 95 %', xlim=(-1.7 * limit, limit))
     return figure
 
 

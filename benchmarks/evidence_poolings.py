@@ -220,17 +220,17 @@ def calibration_error(confidence: Tensor, correct: Tensor, num_bins: int = 15) -
     return float(gap.abs().sum() / len(confidence))
 
 
-def paired_test(differences: Tensor) -> tuple[float, float]:
-    """Mean of paired differences, and the two-sided p-value of its t statistic.
+def paired_test(differences: Tensor) -> tuple[float, float, float]:
+    """Mean of paired differences, its standard error, and the two-sided p-value of their ratio t.
 
     By the normal distribution, which with hundreds of images is that of t.
     """
     differences = differences.double()
     mean = float(differences.mean())
-    deviation = float(differences.std() / math.sqrt(len(differences)))
-    if deviation == 0:
-        return mean, 1.0 if mean == 0 else 0.0
-    return mean, math.erfc(abs(mean) / deviation / math.sqrt(2))
+    error = float(differences.std() / math.sqrt(len(differences)))
+    if error == 0:
+        return mean, error, 1.0 if mean == 0 else 0.0
+    return mean, error, math.erfc(abs(mean) / error / math.sqrt(2))
 
 
 def per_image(ours: list[Outcome], theirs: list[Outcome], field: str, num_images: int) -> Tensor:

@@ -27,7 +27,7 @@ SIZE = 64
 RADII = (0.04, 0.055, 0.075, 0.1, 0.14, 0.2)  # in parts of the image's side
 WIDTHS = (16, 32, 48, 48)
 SINKHORN = PoolOptions('sinkhorn', start='mean', view='rms', gain='scalar', smoothness=4.0)
-LONGER = 'average, 3 times as long'
+LONGER = ', 3 times as long'
 FITTED_AFTERWARDS = 'average, then Sinkhorn rms fitted'
 
 FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
@@ -35,7 +35,8 @@ FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
     'Sinkhorn rms, gain': lambda: GlobalROTPool2d(SINKHORN),
     'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions()),
     'max': lambda: nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten()),
-    LONGER: Average,
+    'average' + LONGER: Average,
+    'Sinkhorn rms, gain' + LONGER: lambda: GlobalROTPool2d(SINKHORN),
 }
 
 
@@ -109,7 +110,7 @@ def measure(seeds: int, num_train: int, num_test: int, epochs: int, kept: Path) 
             if path.exists():
                 network.load_state_dict(torch.load(path, weights_only=True))
             elif name in FROM_SCRATCH:
-                train(network, groups(network), training, 3 * epochs if name == LONGER else epochs, seed)
+                train(network, groups(network), training, 3 * epochs if name.endswith(LONGER) else epochs, seed)
             else:
                 network.load_state_dict(average, strict=False)
                 network.eval()  # the backbone's statistics stay
@@ -140,7 +141,7 @@ def draw(summary: list[dict]) -> Figure:
     figure = Figure(figsize=(6.4, 4), layout='constrained')
     axes = figure.subplots()
     names = dict.fromkeys(row['pooling'] for row in summary)
-    for name, marker in zip(names, 'os^Dvx', strict=True):
+    for name, marker in zip(names, 'os^DvxP', strict=True):
         line = [row for row in summary if row['pooling'] == name]
         axes.errorbar(
             [100 * row['radius'] for row in line],

@@ -68,11 +68,12 @@ def test_paired_test_agrees_with_scipy():
     generator = torch.Generator().manual_seed(0)
     ours = torch.randn(5000, generator=generator, dtype=torch.float64)
     theirs = ours + 0.3 * torch.randn(5000, generator=generator, dtype=torch.float64) + 0.01
-    change, p = paired_test(ours - theirs)
+    change, error, p = paired_test(ours - theirs)
     expected = stats.ttest_rel(ours, theirs)
     assert change == pytest.approx((ours - theirs).mean().item())
+    assert change / error == pytest.approx(expected.statistic)
     assert p == pytest.approx(expected.pvalue, rel=1e-2)  # t with 4999 degrees of freedom against normal
-    assert paired_test(torch.zeros(10)) == (0.0, 1.0)
+    assert paired_test(torch.zeros(10)) == (0.0, 0.0, 1.0)
 
 
 def test_per_image_averages_over_the_seeds_that_judged_the_image():
