@@ -122,7 +122,7 @@ def differences(results: Results, most_modules: int = 4096):
     results.figure('differences', paper_figures.differences(updates, duals, scales))
 
 
-def renew_page(page: Path, results: Results):
+def renew_page(page: Path, results: Results, prefix: str = 'paper'):
     """Put the tables between their marks `<!-- table: name -->` and `<!-- end -->`, and the plots into figures/."""
     text = page.read_text('utf-8')
     for name, table in results.tables.items():
@@ -135,7 +135,7 @@ def renew_page(page: Path, results: Results):
     figures = page.parent / 'figures'
     figures.mkdir(exist_ok=True)
     for path in results.figures:
-        (figures / f'paper_{path.name}').write_bytes(path.read_bytes())
+        (figures / f'{prefix}_{path.name}').write_bytes(path.read_bytes())
 
 
 def main(arguments: Sequence[str] | None = None):

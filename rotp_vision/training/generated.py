@@ -10,7 +10,14 @@ from PIL import Image
 CLASSES = ('disc', 'ring', 'square', 'frame', 'triangle', 'plus', 'cross', 'bars')
 
 
-def generate(seed: int, split: int, index: int, size: int, num_classes: int = len(CLASSES)) -> tuple[Image.Image, int]:
+def generate(
+    seed: int,
+    split: int,
+    index: int,
+    size: int,
+    num_classes: int = len(CLASSES),
+    radius_range: tuple[float, float] = (0.09, 0.13),
+) -> tuple[Image.Image, int]:
     """Image `index` of a split, and its class.
 
     Args:
@@ -19,12 +26,13 @@ def generate(seed: int, split: int, index: int, size: int, num_classes: int = le
         index: of the image; classes take turns.
         size: side in pixels.
         num_classes: the first so many of `CLASSES`.
+        radius_range: the object's radius is drawn from this range, in parts of `size`.
     """
     rng = np.random.default_rng((seed, split, index))
     label = index % num_classes
     image = _texture(rng, size)
 
-    radius = size * rng.uniform(0.09, 0.13)
+    radius = size * rng.uniform(*radius_range)
     centre = rng.uniform(radius, size - radius, 2)
     angle = rng.uniform(-0.3, 0.3)
     reach = int(np.ceil(1.5 * radius))
