@@ -138,7 +138,7 @@ def report(results: Results, seeds: int = 2, num_train: int = 2400, num_test: in
 
 
 def draw(summary: list[dict]) -> Figure:
-    figure = Figure(figsize=(6.4, 4), layout='constrained')
+    figure = Figure(figsize=(9, 4), layout='constrained')
     axes = figure.subplots()
     names = dict.fromkeys(row['pooling'] for row in summary)
     for name, marker in zip(names, 'os^DvxP', strict=True):
@@ -155,5 +155,5 @@ def draw(summary: list[dict]) -> Figure:
     axes.set(xscale='log', xlabel="object's radius in % of the image's side", ylabel='top-1 %')
     axes.set_xticks([100 * radius for radius in RADII], [f'{100 * radius:g}' for radius in RADII])
     axes.minorticks_off()
-    axes.legend(frameon=False)
+    figure.legend(loc='outside right center', frameon=False)
     return figure
