@@ -4,6 +4,7 @@ A timm model exists once the module that registers it was imported; scripts that
 timm's own train.py and validate.py, learn of it this way. Also by torchrun: `torchrun … -m rotp_vision.run train.py …`.
 """
 
+import os
 import runpy
 import sys
 
@@ -14,6 +15,8 @@ def main():
     if len(sys.argv) < 2:
         raise SystemExit('usage: python -m rotp_vision.run SCRIPT [ARGUMENTS …]')
     sys.argv = sys.argv[1:]
+    if not os.path.exists(sys.argv[0]):
+        raise SystemExit(f'python -m rotp_vision.run: there is no script {sys.argv[0]}')
     runpy.run_path(sys.argv[0], run_name='__main__')
 
 
