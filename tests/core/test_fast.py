@@ -294,7 +294,7 @@ def test_autocast_changes_nothing(operator):
 def test_backend_is_checked():
     operator = OPERATORS['sinkhorn']
     tensors = leaves(operator, 1, 3, 2)
-    with pytest.raises(ValueError, match="backend must be one of auto, torch, reference, got 'cuda'"):
+    with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, reference, got 'cuda'"):
         pooled(operator, tensors, 'cuda')
     no_operator = (Solver('badmm-q', coupled=True), False, False)
     with pytest.raises(ValueError, match="backend 'torch' has no operator"):
