@@ -33,7 +33,16 @@ class Trial(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """What `calibrate` tried and what it chose."""
+    """What `calibrate` tried and what it chose.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> batch = torch.rand(4, 3, 64, 64), torch.randint(3, (4,))
+        >>> report = rotp_vision.calibrate(model, [batch], temperatures=[1.0])
+        >>> 'average' in report.table()
+        True
+    """
 
     path: str
     num_images: int

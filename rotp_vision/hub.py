@@ -49,6 +49,13 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
     Reads .pth and .pth.tar with `state_dict`, `model` or `state_dict_ema` inside (EMA weights go first, as in timm),
     and takes off the prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`).
+
+    Example:
+        >>> import tempfile, torch, rotp_vision
+        >>> with tempfile.NamedTemporaryFile(suffix='.pth') as file:
+        ...     torch.save({'state_dict': {'module.weight': torch.ones(2)}}, file.name)
+        ...     rotp_vision.read_state_dict(file.name)
+        {'weight': tensor([1., 1.])}
     """
     if not Path(path).is_file():
         raise ValueError(f'there is no checkpoint file at {path}')
@@ -91,6 +98,14 @@ def save_pretrained(
             a timm model says itself.
         model_args: what else `timm.create_model` was given for the native network (in_chans, …).
         force: whether to take the place of what is there.
+
+    Example:
+        >>> import tempfile, timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     _ = rotp_vision.save_pretrained(model, f'{place}/converted')
+        ...     type(rotp_vision.load_pretrained(f'{place}/converted')).__name__
+        'ResNet'
     """
     target = Path(directory)
     if target.exists() and not force:
@@ -159,7 +174,16 @@ def _sync(path: Path):
 
 
 def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
-    """The model that `save_pretrained` wrote, in eval mode; `kwargs` as `timm.create_model` takes them."""
+    """The model that `save_pretrained` wrote, in eval mode; `kwargs` as `timm.create_model` takes them.
+
+    Example:
+        >>> import tempfile, timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     directory = rotp_vision.save_pretrained(model, f'{place}/converted')
+        ...     rotp_vision.load_pretrained(directory).num_classes
+        3
+    """
     if not (Path(directory) / 'config.json').is_file():
         raise ValueError(f'{directory} is not a directory that save_pretrained wrote: it has no config.json')
     return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()

@@ -18,6 +18,12 @@ class ROTPool(nn.Module):
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
         num_features: D; needed only for what has a size: attention priors and a gain per channel.
+
+    Example:
+        >>> import torch
+        >>> from rotp_vision.layers import ROTPool
+        >>> ROTPool('sinkhorn').pool_sets(torch.rand(2, 8, 49)).shape
+        torch.Size([2, 8])
     """
 
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):

@@ -46,6 +46,11 @@ class PoolOptions:
             samples) or 'log' (log(max(x, 0) + 0.001)). What is averaged is always the features themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
         backend: what computes it; 'auto' takes the explicit operators of 'torch' where there are some.
+
+    Example:
+        >>> from rotp_vision import PoolOptions
+        >>> PoolOptions('sinkhorn', view='rms', gain='scalar').to_dict()
+        {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar'}
     """
 
     solver: SolverName = 'badmm-e'

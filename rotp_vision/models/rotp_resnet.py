@@ -31,6 +31,12 @@ class ROTPResNet(ResNet):
         rotp_stem: options of the stem's pooling; None keeps its max pooling.
         global_pool: 'rotp', or one of timm's own, with which the network is a plain ResNet.
         args, kwargs: as timm's ResNet takes them.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = timm.create_model('resnet18_rotp', rotp={'solver': 'sinkhorn', 'view': 'rms'})
+        >>> type(model).__name__, model.global_pool.options.view
+        ('ROTPResNet', 'rms')
     """
 
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):

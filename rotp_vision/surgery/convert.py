@@ -93,6 +93,12 @@ def revert(model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: if the model has no converted pool.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> type(rotp_vision.revert(model).global_pool).__name__
+        'SelectAdaptivePool2d'
     """
     converted = _converted(model)
     if not converted:
@@ -102,7 +108,14 @@ def revert(model: nn.Module) -> nn.Module:
 
 
 def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
-    """The ROT pools of a model by path, converted or native to it, without those inside others."""
+    """The ROT pools of a model by path, converted or native to it, without those inside others.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> list(rotp_vision.rot_pools(model))
+        ['global_pool']
+    """
     pools: dict[str, ROTPool] = {}
     for path, module in model.named_modules():
         if isinstance(module, ROTPool) and not any(path.startswith(f'{outer}.') for outer in pools):
@@ -111,7 +124,14 @@ def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
 
 
 def describe(model: nn.Module) -> str:
-    """A table of the ROT pools of a model: path, old, new, parameters added, input shape."""
+    """A table of the ROT pools of a model: path, old, new, parameters added, input shape.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> 'GlobalROTPool2d(sinkhorn, view=rms)' in rotp_vision.describe(model)
+        True
+    """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
     for path, pool in rot_pools(model).items():
         replaced = _replaced(pool)

@@ -22,6 +22,12 @@ class FoundPool(NamedTuple):
     """A pool of a model.
 
     `replaceable` with a `reason` means: only if it is asked for by its path.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> pool = rotp_vision.find_pools(timm.create_model('test_resnet'))[-1]
+        >>> pool.kind, pool.layout, pool.replaceable
+        ('global', 'NCHW', True)
     """
 
     path: str  # where the pool is, or where a new one would be if a method pools by itself
@@ -48,6 +54,11 @@ def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) ->
         model: any classifier.
         example_input: input of the model, or a tuple of its inputs. By default two images of zeros of the size that a
             timm model was made for, and of 224 × 224 otherwise.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> [pool.path for pool in rotp_vision.find_pools(timm.create_model('test_resnet')) if pool.kind == 'global']
+        ['global_pool']
     """
     inputs = example_inputs(model, example_input)
     try:

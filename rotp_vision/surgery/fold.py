@@ -37,6 +37,13 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
 
     Raises:
         ValueError: if a gain cannot be folded, with the reason; the model is then unchanged.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> model.global_pool.set_weights(gain=1.5)
+        >>> float(rotp_vision.fold_gain(model.eval()).global_pool.named_weights()['gain'])
+        1.0
     """
     pools = {path: pool for path, pool in rot_pools(model).items() if pool.gain is not None}
     if not pools:

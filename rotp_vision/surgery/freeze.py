@@ -25,6 +25,12 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     Args:
         model: with ROT pools.
         train: 'pool' for the ROT pools, 'pool+classifier' for these and the last linear layer, or 'all'.
+
+    Example:
+        >>> import timm, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> len(rotp_vision.freeze(model))
+        4
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
