@@ -78,13 +78,15 @@ def test_nan_in_nan_out(options, view):
 
 
 def test_mean_start_hardly_differs_from_the_mean_yet_can_leave_it():
+    """Weights differ by at most exp(spread of the view / temperature): 1.087 for log, whose spread is 8.3 here."""
+    torch.manual_seed(0)
     x = torch.relu(torch.randn(4, 32, 7, 7)) * 2
     for solver in ('sinkhorn', 'badmm-e', 'badmm-q'):
         for view in ('identity', 'rms', 'log'):
             layer = GlobalROTPool2d(PoolOptions(solver, start='mean', view=view, prior='attention'), 32)
             pooled = layer(x)
             mean = x.mean((2, 3))
-            assert ((pooled - mean).abs() / mean).max() < 0.06
+            assert ((pooled - mean).abs() / mean).max() < 0.087
             pooled.square().sum().backward()
             moving = [name for name, p in layer.named_parameters() if p.grad is not None and p.grad.abs().max() > 0]
             assert 'weights.smoothness.beta' in moving
