@@ -22,7 +22,6 @@ in every row: where its spread is moderate, no softmax needs a maximum of its ow
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -49,13 +48,30 @@ class _Scalars(NamedTuple):
     structure: Tensor | None  # α0/ρ
 
 
-def _prepare(coefficients: Tensor, quadratic: bool, similarity: str) -> list[_Scalars]:
+class _Modules(NamedTuple):
+    """The scalars of all modules, made once for all chunks."""
+
+    each: list[_Scalars]
+    betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
+    rhos: Tensor  # (T, 1, 1, 1) ρ
+    slope: float  # max β
+    drift: float  # |M - Z/ρ| is at most this times the largest entry of a plan
+
+
+def _prepare(x: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, similarity: str) -> _Modules:
     beta, kappa, rho, *forces = coefficients
     columns = [row.unbind() for row in (beta, kappa, rho, kappa * beta, -rho.reciprocal())]
     none = [None] * len(columns[0])
     roughness = (-forces[0]).unbind() if quadratic else none
     structure = forces[-1].unbind() if similarity else none
-    return [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
+    each = [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
+    betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
+    slope = drift = math.inf
+    if eager and structure is none:
+        slope, steps = float(beta.amax()), rho.tolist()
+        drift = max(sum(steps[:k]) / step for k, step in enumerate(steps))
+        drift += 2 * float(forces[0].sum()) if quadratic else 0.0
+    return _Modules(each, betas, rho.view(-1, 1, 1, 1), slope, drift)
 
 
 class _Plan(NamedTuple):
@@ -88,19 +104,15 @@ class _Chunk:
         self.features = self.x if inputs.features is None else scratch.load(inputs.features)
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
         self.p0, self.q0 = inputs.log_p0.exp(), inputs.log_q0.exp()
-        self.modules = cast(Sequence[_Scalars], inputs.modules)
+        self.all: _Modules = inputs.modules
+        self.modules = self.all.each
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
         self._plan = scratch.take() if similarity else None
         self.forced = quadratic or self.structure is not None
         self.bounded = False
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
-        if self.structure is None and scratch.eager and self.x.device.type == 'cpu':
-            # Looking at values would stall another device.
+        if self.all.slope < math.inf:
             self._bound(inputs)
-        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would
-        # not be vectorised.
-        rows = torch.stack([module.beta for module in self.modules]).view(-1, 1, 1, 1)
-        self.betas = rows.expand(-1, 1, self.x.shape[1], 1).contiguous().unbind()
 
     def _bound(self, inputs: Inputs) -> None:
         """Shift X to a maximum of zero in every row if then all sums of exponentials are within bounds.
@@ -122,12 +134,9 @@ class _Chunk:
             gone.any().to(self.x.dtype),
         ]
         spread, p0_most, p0_least, q0_most, q0_least, masked = torch.stack(looked_at).tolist()
-        rho = [float(module.rho) for module in self.modules]
-        force = max(sum(rho[:k]) / step for k, step in enumerate(rho))
-        force += sum(-2 * float(module.roughness) for module in self.modules if module.roughness is not None)
-        force *= math.exp(max(p0_most, q0_most))
-        exponent = spread * max(float(module.beta) for module in self.modules) * (2 if masked else 1)
-        exponent += 4 * force + (p0_most - p0_least) + (q0_most - q0_least) + math.log(self.x[0].numel())
+        exponent = spread * self.all.slope * (2 if masked else 1)
+        exponent += 4 * self.all.drift * math.exp(max(p0_most, q0_most))
+        exponent += (p0_most - p0_least) + (q0_most - q0_least) + math.log(self.x[0].numel())
         self.bounded = exponent < exponent_limit(self.x.dtype)
         if self.bounded:
             self.x = torch.sub(self.x, peak, out=self.scratch.take() if self.x is inputs.x else self.x)
@@ -150,7 +159,14 @@ class _Chunk:
         return self.structure.push(m, plan, module.structure, self.scratch)
 
     def pull(
-        self, dm: Tensor, k: int, exponentials: Tensor, scale: Tensor, applied: Applied | None, slopes: Slopes, out: Tensor
+        self,
+        dm: Tensor,
+        k: int,
+        exponentials: Tensor,
+        scale: Tensor,
+        applied: Applied | None,
+        slopes: Slopes,
+        out: Tensor,
     ) -> Tensor:
         """Back through `push` in module k: exponentials · gradient of the plan into `out`."""
         module = self.modules[k]
@@ -173,15 +189,17 @@ class _Chunk:
 def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
     """Run the modules and return the last; with `kept` the others are left there, in buffers of their own."""
     x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
-    rhos = torch.stack([module.rho for module in chunk.modules]).view(-1, 1, 1, 1)
-    weighted_p0, weighted_q0 = (rhos * chunk.p0).unbind(), (rhos * chunk.q0).unbind()
+    weighted_p0, weighted_q0 = (chunk.all.rhos * chunk.p0).unbind(), (chunk.all.rhos * chunk.q0).unbind()
     v, z, m, from_s = chunk.log_q0, None, None, None
     p = s = None
     for k, module in enumerate(chunk.modules):
         # P-step
         if chunk.bounded:
             v = v - v.amax(2, keepdim=True)
-        row = torch.addcmul(v, x, chunk.betas[k], out=scratch.take() if p is None or kept is not None else over(p[0]))
+        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
+        # be vectorised.
+        out = scratch.take() if p is None or kept is not None else over(p.exponentials)
+        row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
             row = torch.addcmul(row, z, module.minus_step, out=over(row))
         if chunk.forced:
@@ -195,7 +213,7 @@ def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
         if k + 1 == len(chunk.modules):
             return _Module(p, z, from_s, u)
         # S-step
-        out = scratch.take() if s is None or kept is not None else over(s[0])
+        out = scratch.take() if s is None or kept is not None else over(s.exponentials)
         column = torch.addcmul(module.kappa * u, x, module.kappa_beta, out=out)
         forces = from_p = None
         if m is not None:

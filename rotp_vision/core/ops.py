@@ -6,7 +6,7 @@ says, is one node for `torch.compile` and `torch.export`, and can be taken apart
 (`decompositions`) for a runtime that does not know it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     x: Tensor  # (b, D, N) what the plan sees
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
-    modules: Sequence[Sequence[Tensor]]  # the scalars of each module: the rows of the coefficients, and what is derived
+    modules: Any  # the scalars of the modules, as the solver's `prepare` makes them of the coefficients
 
 
 class Needs(NamedTuple):
@@ -65,7 +65,7 @@ class Slopes:
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
 Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, slopes, *options)
-Prepare = Callable[..., Sequence[Sequence[Tensor]]]  # (coefficients, *options) -> the scalars of each module
+Prepare = Callable[..., Any]  # (x, coefficients (rows, T), eager, *options) -> `Inputs.modules`
 
 INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
@@ -76,14 +76,19 @@ def decompositions() -> dict[Any, Callable]:
     return dict(_decompositions)
 
 
-def scalars(coefficients: Tensor, *_: Any) -> list[tuple[Tensor, ...]]:
+class Modules(NamedTuple):
+    """The scalars of all modules, made once for all chunks."""
+
+    each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
+    eager: bool  # whether values may be looked at
+
+
+def scalars(x: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
     """The coefficients (rows, T), module by module."""
-    return [column.unbind() for column in coefficients.unbind(1)]
+    return Modules([column.unbind() for column in coefficients.unbind(1)], eager)
 
 
-def register(
-    name: str, forward: Forward, backward: Backward, options: str = '', prepare: Prepare = scalars
-) -> None:
+def register(name: str, forward: Forward, backward: Backward, options: str = '', prepare: Prepare = scalars) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
     The operator takes log_p0 (B, D) and log_q0 (B, N).
@@ -93,7 +98,7 @@ def register(
         forward: pooled features of a chunk.
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
-        prepare: makes the scalars of the modules, once for all chunks.
+        prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
     """
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
@@ -103,14 +108,14 @@ def register(
     def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(coefficients, *extra)
+            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
 
     def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        inputs = gather(slice(None), features, x, log_p0, log_q0, prepare(coefficients, *extra))
+        inputs = gather(slice(None), features, x, log_p0, log_q0, prepare(x, coefficients, False, *extra))
         pooled = forward(inputs, NoScratch(x, 0), *extra).squeeze(2)
         return pooled if features is None else pooled.to(features.dtype)
 
@@ -120,7 +125,7 @@ def register(
         d_features, d_x, d_log_p0, d_log_q0, d_coefficients = total
         slopes = Slopes(coefficients, wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(coefficients, *extra)
+            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)

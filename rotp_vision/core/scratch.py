@@ -18,8 +18,6 @@ class Scratch:
     That layout makes both log-sum-exps cheap: over samples it adds whole rows, over features it reads along memory.
     """
 
-    eager = True  # whether memory may be written in place, and values looked at
-
     def __init__(self, like: Tensor, num_sets: int) -> None:
         self.like = like  # (B, D, N): dtype, device, D and N
         self.num_sets = num_sets
@@ -73,8 +71,6 @@ def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
 
 class NoScratch(Scratch):
     """Every result in memory of its own: for tracing, where nothing may be written in place."""
-
-    eager = False
 
     def take(self) -> None:
         return None
