@@ -17,6 +17,8 @@ def main():
     sys.argv = sys.argv[1:]
     if not os.path.exists(sys.argv[0]):
         raise SystemExit(f'python -m rotp_vision.run: there is no script {sys.argv[0]}')
+    # As `python SCRIPT` does, so that a script finds the modules beside it.
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name='__main__')
 
 

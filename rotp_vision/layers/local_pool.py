@@ -13,7 +13,7 @@ from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
 
 # Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
-CHUNK_VALUES = 2**19
+CHUNK_VALUES = 2**21
 
 
 class LocalROTPool2d(ROTPool):

@@ -94,7 +94,7 @@ _LAYERS = {
     'resnet101': (Bottleneck, (3, 4, 23, 3)),
     'resnet152': (Bottleneck, (3, 8, 36, 3)),
 }
-_VARIANTS: dict[str, dict[str, Any]] = {
+_VARIANTS: dict[str, dict[str, PoolOptions]] = {
     'rotp': {'rotp': PoolOptions('badmm-e')},
     'rotp_s': {'rotp': PoolOptions('sinkhorn')},
     'rotp_q': {'rotp': PoolOptions('badmm-q')},
@@ -122,19 +122,28 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+def _adapt(options: PoolOptions, given: Options) -> Options:
+    """What is given for a variant's options: a mapping changes some of them, anything else takes their place."""
+    if not isinstance(given, Mapping) or given.get('solver', options.solver) != options.solver:
+        return given
+    return {'solver': options.solver} | options.to_dict() | given
+
+
 def _register(native: str, variant: str):
     name = f'{native}_{variant}'
     block, layers = _LAYERS[native]
+    defaults = _VARIANTS[variant]
 
     def entrypoint(pretrained: bool = False, **kwargs) -> ROTPResNet:
-        model_args = {'block': block, 'layers': layers} | _VARIANTS[variant] | kwargs
+        kwargs |= {key: _adapt(defaults[key], kwargs[key]) for key in defaults.keys() & kwargs.keys()}
+        model_args: dict[str, Any] = {'block': block, 'layers': layers} | defaults | kwargs
         model: Any = build_model_with_cfg(ROTPResNet, name, pretrained, **model_args)
         # Weights handed over in the configuration would otherwise stay in it, and keep it from being saved.
         model.pretrained_cfg.pop('state_dict', None)
         return model
 
     entrypoint.__name__ = entrypoint.__qualname__ = name
-    entrypoint.__doc__ = f'{native} with ROT pooling: {_VARIANTS[variant]}.'
+    entrypoint.__doc__ = f'{native} with ROT pooling: {defaults}.'
     globals()[name] = register_model(entrypoint)
 
 

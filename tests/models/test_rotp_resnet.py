@@ -98,6 +98,15 @@ def test_options_reach_the_pool():
         small(rotp_stem='sinkhorn', replace_stem_pool=True)
 
 
+def test_a_mapping_changes_the_options_of_a_variant_and_a_solver_replaces_them():
+    quadratic = timm.create_model('resnet18_rotp_q', rotp={'view': 'rms'}).global_pool.options
+    assert (quadratic.solver, quadratic.view) == ('badmm-q', 'rms')
+    stem = timm.create_model('resnet18_rotp_local', rotp_stem={'view': 'rms'}).maxpool.options
+    assert (stem.solver, stem.view, stem.smoothness) == ('sinkhorn', 'rms', 0.1)
+    assert timm.create_model('resnet18_rotp_local', rotp_stem={'solver': 'badmm-e'}).maxpool.options.smoothness != 0.1
+    assert timm.create_model('resnet18_rotp_s', rotp='badmm-q').global_pool.options.solver == 'badmm-q'
+
+
 def test_reset_classifier_keeps_the_trained_pool():
     model = small().double().train()
     model.global_pool.set_weights(step=3.0)
