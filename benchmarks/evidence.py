@@ -38,7 +38,6 @@ from benchmarks.real_data import NETWORKS, Network, add_data_arguments, build, m
 
 # What every pooling is tested against; the page shows the first three, the CSV all.
 REFERENCES = (AVERAGE, AVERAGE_GAIN, GEM_GAIN, 'GeM p = 1.5, gain', 'Sinkhorn rms, gain')
-DEFAULT_NETWORKS = ('resnet50_v1_in1k', 'resnet18_tiny200')
 
 
 def outcomes_of(network: Network, args: argparse.Namespace, recipe: Recipe) -> dict[str, list[tuple[Outcome, str]]]:
@@ -149,7 +148,7 @@ def main(arguments: Sequence[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_arguments(parser)
     builders = [network.builder for network in NETWORKS]
-    parser.add_argument('--networks', nargs='+', choices=[*builders, 'all'], default=DEFAULT_NETWORKS)
+    parser.add_argument('--networks', nargs='+', choices=builders, default=builders)
     parser.add_argument('--seeds', type=int, default=3)
     parser.add_argument('--output', type=Path, default=Path('runs/evidence'), help='directory for tables and plots')
     parser.add_argument('--page', type=Path, help='Markdown page whose marked tables and plots are renewed')
@@ -161,7 +160,7 @@ def main(arguments: Sequence[str] | None = None):
     results = Results(args.output)
     tables = {}
     for network in NETWORKS:
-        if 'all' in args.networks or network.builder in args.networks:
+        if network.builder in args.networks:
             fitted = outcomes_of(network, args, Recipe())
             if AVERAGE in fitted:
                 full, readable = summarize(network.name, fitted)

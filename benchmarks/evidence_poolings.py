@@ -102,6 +102,10 @@ POOLINGS: dict[str, Callable[[int], nn.Module]] = {
     'BADMM-Q published, gain': _rot('badmm-q', gain='scalar'),
     'BADMM-E identity, gain': _near_mean('badmm-e', 'identity'),
     'BADMM-Q rms, gain': _near_mean('badmm-q', 'rms'),
+    'BADMM-E log, gain': _near_mean('badmm-e', 'log'),
+    'coupled BADMM-Q rms, gain': _near_mean('badmm-q', 'rms', coupled=True),
+    'BADMM-E rms with structure, gain': _near_mean('badmm-e', 'rms', structure=1.0),
+    'Sinkhorn rms, gain per channel': _near_mean('sinkhorn', 'rms', gain='channel'),
 }
 
 

@@ -126,7 +126,7 @@ def _adapt(options: PoolOptions, given: Options) -> Options:
     """What is given for a variant's options: a mapping changes some of them, anything else takes their place."""
     if not isinstance(given, Mapping) or given.get('solver', options.solver) != options.solver:
         return given
-    return {'solver': options.solver} | options.to_dict() | given
+    return {'solver': options.solver} | options.to_dict() | dict(given)
 
 
 def _register(native: str, variant: str):
