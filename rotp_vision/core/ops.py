@@ -117,7 +117,7 @@ def register(
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, enlarge):
+            for rows, scratch in chunks(x, enlarge, parts=8):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled

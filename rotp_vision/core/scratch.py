@@ -68,14 +68,18 @@ class Scratch:
         return values if buffer is None else buffer.copy_(values)
 
 
-def chunks(x: Tensor, enlarge: int) -> Iterator[tuple[slice, Scratch]]:
+def chunks(x: Tensor, enlarge: int, parts: int = 1) -> Iterator[tuple[slice, Scratch]]:
     """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it.
 
-    On CPU a solver with few buffers and many small operations may `enlarge` its chunks.
+    Args:
+        x: the batch.
+        enlarge: how many times larger chunks on CPU may be, for a solver with few buffers and many small operations.
+        parts: in how many a batch on CPU is cut at least, unless it is small: its buffers then need no more memory
+            than the batch itself.
     """
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     if x.device.type == 'cpu':
-        limit *= enlarge * torch.get_num_threads()
+        limit = min(limit * enlarge * torch.get_num_threads(), max(x.numel() // parts, limit // 2))
     size = min(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])))
     scratch = Scratch(x, size)
     for start in range(0, x.shape[0], size or 1):

@@ -82,7 +82,7 @@ class Tape:
             self._x = torch.sub(self._x, self._peak, out=scratch.take() if self._x is inputs.x else self._x)
             self._spread = -float(self._x.amin())
             self._masked = bool(self._gone.any())
-        self._buffer = scratch.take() if needs is None else None  # one for all sweeps, where none is kept
+        self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
         self._spare = scratch.take()
 
     def module(self, index: int) -> list[Coefficient]:
@@ -133,8 +133,13 @@ class Tape:
         """
         if self._peak is None or not self._spread * float(scale.value) < exponent_limit(self._x.dtype):
             return
-        exponentials, out = torch.mul(self._x, scale.value, out=self._scratch.buffer()).exp_(), self._scratch.buffer()
-        twin, top = out.mT.view(out.shape), self._peak * scale.value
+        if self._needs is None and self._shared:
+            # Nobody goes back to the modules before.
+            _, (before, twin, *_) = self._shared.popitem()
+        else:
+            before, out = self._scratch.buffer(), self._scratch.buffer()
+            twin = out.mT.view(out.shape)
+        exponentials, top = torch.mul(self._x, scale.value, out=before).exp_(), self._peak * scale.value
         if self._given.is_contiguous():
             # What was given lies like this already; the scale as a row, see `_sweep`.
             row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
@@ -235,6 +240,8 @@ class Tape:
     def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
         """exp(scale · X + vector - shift), their sum along the vector's axis, and the shift."""
         out = self._scratch.take() if self._buffer is None else self._buffer
+        if self._needs is None:
+            self._buffer = out
         shared = self._shared.get((scale.row, scale.module))
         if shared is not None:
             weights, shift = self._shared_weights(shared, vector)

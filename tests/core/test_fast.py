@@ -142,6 +142,22 @@ def test_stability_grid_in_float32(operator, step):
 
 
 @every_operator
+@pytest.mark.parametrize('masked', [False, True])
+def test_any_spread_of_features_in_float32(operator, masked):
+    """Exponents without a maximum of their own are for moderate spreads only: below, at and beyond the bound."""
+    mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
+    for spread in (0.1, 5.0, 10.0, 20.0, 40.0, 1e3):
+        tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
+        tensors['x'] = (spread * torch.linspace(-1, 0, 3 * 16 * 9).sin().mul(1e3).sin()).view(3, 16, 9).requires_grad_()
+        single = results(operator, tensors, 'torch', mask)
+        wide = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
+        expected = results(operator, wide, 'reference', mask)
+        assert all(value.isfinite().all() for value in single.values()), spread
+        error = (single['output'] - expected['output']).abs().max() / spread
+        assert error < 1e-4, (spread, error)
+
+
+@every_operator
 def test_gradcheck(operator):
     tensors = leaves(operator, 2, 4, 3, num_modules=2, view=True)
 
@@ -198,6 +214,27 @@ def test_keeps_nothing_but_its_inputs(operator):
     size = tensors['x'].untyped_storage()
     assert size.data_ptr() in storages
     assert sum(storages.values()) <= 1.1 * size.nbytes()
+
+
+@every_operator
+@pytest.mark.parametrize('threads', [1, 8])
+def test_inference_needs_no_more_than_the_batch_again(operator, threads, monkeypatch):
+    """Plan-sized memory besides X, all of which is scratch, but for the factors of the structural term."""
+    made = []
+
+    class Watched(scratch_module.Scratch):
+        def __init__(self, *args):
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(scratch_module, 'Scratch', Watched)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
+    tensors = leaves(operator, 32, 512, 49, num_modules=4, dtype=torch.float32)
+    with torch.no_grad():
+        pooled(operator, tensors, 'torch')
+    (scratch,) = made
+    buffers = sum(buffer.numel() for buffer in scratch._buffers)
+    assert buffers <= tensors['x'].numel()
 
 
 @every_operator
