@@ -132,19 +132,19 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
     _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
 
 
-def connect(op: Any, op_backward: Any, name: str) -> None:
+def connect(op: Any, op_backward: Any, name: str, num_inputs: int = len(Inputs._fields)) -> None:
     """Autograd and vmap for a pair of operators.
 
-    `op(*inputs, *options)` gives the pooled features and maybe vectors for backward;
+    `op(*inputs, *options)` gives the pooled features and maybe vectors for backward, of `num_inputs` tensors;
     `op_backward(grad, *inputs, *vectors, needs, *options)` gives the gradients.
     """
 
     def setup_context(ctx, inputs, output) -> None:
-        tensors, ctx.options = inputs[:5], inputs[5:]
+        tensors, ctx.options = inputs[:num_inputs], inputs[num_inputs:]
         ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
 
     def autograd_backward(ctx, grad, *_):
-        needs = list(ctx.needs_input_grad[:5])
+        needs = list(ctx.needs_input_grad[:num_inputs])
         gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
         wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
         return *wanted, *[None] * len(ctx.options)

@@ -20,6 +20,7 @@ from rotp_vision.core.triton_tiles import (
     combine_sum,
     load_tile,
     merge_lse,
+    store_slopes,
     store_tile,
     tile_lse,
 )
@@ -269,7 +270,7 @@ def badmm_backward(
                 d_beta += tl.sum(dy * x)
                 d_rho += tl.sum(dy * z) / (rho * rho)
                 d_rough -= tl.sum(q0[None, :] * dm * column)
-                _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
+                store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
 
             # S = q0 V of the module before: read by its Z and by this module's M.
             beta = tl.load(coefficients + j)
@@ -314,7 +315,7 @@ def badmm_backward(
                 d_p0 -= rough * tl.sum(dm, 1)
                 dv -= rough * tl.sum(dm, 0)
                 d_rough -= tl.sum(dm)
-            _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
+            store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
             tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
             if NEED_X:
                 store_tile(d_x, dx, b, d, n, d_x_b, d_x_d, d_x_n, exists)
@@ -330,11 +331,3 @@ def badmm_backward(
             dv -= q0 * tl.sum(column * ds, 0)
         dv_part += dv
     tl.store(parts + ((module * num_sets + b) * tiles + tile) * N + n, dv_part, mask=n < N)
-
-
-@triton.jit
-def _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
-    tl.store(slope + k, d_beta)
-    tl.store(slope + num_modules + k, d_kappa)
-    tl.store(slope + 2 * num_modules + k, d_rho)
-    tl.store(slope + 3 * num_modules + k, d_rough)

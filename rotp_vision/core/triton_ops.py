@@ -21,7 +21,7 @@ INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'  # then kernels run on C
 
 
 def require_triton(x: Tensor) -> None:
-    """Raise if the kernels cannot run on `x` (B, D, N), saying why and what to do."""
+    """Raise if the kernels cannot run on sets (B, D, N), or windows of maps (B, C, H, W), saying why and what to do."""
     reason = None
     if not INSTALLED:
         reason = 'needs the package triton (pip install triton), which is not installed'
@@ -29,7 +29,7 @@ def require_triton(x: Tensor) -> None:
         reason = f'needs tensors on a GPU, got features on {x.device}'
     elif x.dtype not in DTYPES:
         reason = f'computes in float32, got features of {x.dtype}'
-    elif x.shape[2] > MAX_SAMPLES:
+    elif x.dim() == 3 and x.shape[2] > MAX_SAMPLES:
         reason = f'takes sets of at most {MAX_SAMPLES} samples, got {x.shape[2]}'
     if reason is not None:
         raise ValueError(f"backend 'triton' {reason}; use backend 'auto' or 'torch'")
@@ -42,6 +42,11 @@ class Launches(NamedTuple):
     backward: Any
     size: int  # modules or steps
     flags: dict[str, bool]
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Which axis of a map (B, C, H, W) is read along memory."""
+    return x.stride(1) == 1
 
 
 def _badmm(coefficients: Tensor, quadratic: bool) -> Launches:
@@ -132,5 +137,79 @@ def _register(name: str, kernels: Callable[..., Launches], num_launches: Callabl
     connect(op, op_backward, f'triton_{name}')
 
 
+def _local_badmm(coefficients: Tensor, quadratic: bool) -> Launches:
+    from rotp_vision.core.triton_local import local_badmm_backward, local_badmm_forward
+
+    return Launches(local_badmm_forward, local_badmm_backward, coefficients.shape[1], {'QUADRATIC': quadratic})
+
+
+def _local_sinkhorn(coefficients: Tensor, num_inner: int) -> Launches:
+    from rotp_vision.core.triton_local import local_sinkhorn_backward, local_sinkhorn_forward
+
+    return Launches(local_sinkhorn_forward, local_sinkhorn_backward, num_inner, {})
+
+
+def _register_local(
+    name: str, kernels: Callable[..., Launches], num_launches: Callable[..., int], options: str
+) -> None:
+    """Make `torch.ops.rotp_vision.triton_local_name(x, coefficients, windows, view, floor, *options)`.
+
+    It takes maps (B, C, H, W) and the fields of `Windows`, and returns the pooled map in the memory format of x, and
+    for backward the vectors (B, H' W', L - 1, taps). Arguments as those of `_register`.
+    """
+
+    def run_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        from rotp_vision.core.triton_windows import launch_windows_forward
+
+        pooled, saved = fake_forward(x, coefficients, windows, view, floor, *extra)
+        forward, _, count, flags = kernels(coefficients, *extra)
+        launch_windows_forward(
+            forward, x, coefficients.contiguous(), pooled, saved, windows, view, floor, count, **flags
+        )
+        return pooled, saved
+
+    def run_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        from rotp_vision.core.triton_windows import launch_windows_backward
+
+        d_x = torch.empty_like(x) if needs[0] else None
+        _, backward, count, flags = kernels(coefficients, *extra)
+        d_coefficients = launch_windows_backward(
+            backward, grad, x, coefficients.contiguous(), saved, d_x, windows, view, floor, count, **flags
+        )
+        return x.new_empty(0) if d_x is None else d_x, d_coefficients
+
+    def fake_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        *_, rows, columns = windows
+        layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+        vectors = num_launches(coefficients, *extra) - 1
+        return (
+            torch.empty(*x.shape[:2], rows, columns, dtype=x.dtype, device=x.device, memory_format=layout),
+            x.new_empty(x.shape[0], rows * columns, vectors, windows[0] * windows[1], dtype=torch.float32),
+        )
+
+    def fake_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        d_x = torch.empty_like(x) if needs[0] else x.new_empty(0)
+        return d_x, x.new_empty(coefficients.shape, dtype=torch.float32)
+
+    inputs, chosen = 'Tensor x, Tensor coefficients', f'SymInt[] windows, str view, float floor{options}'
+    op = torch.library.custom_op(
+        f'rotp_vision::triton_local_{name}',
+        run_forward,
+        mutates_args=(),
+        schema=f'({inputs}, {chosen}) -> (Tensor, Tensor)',
+    )
+    op_backward = torch.library.custom_op(
+        f'rotp_vision::triton_local_{name}_backward',
+        run_backward,
+        mutates_args=(),
+        schema=f'(Tensor grad, {inputs}, Tensor saved, bool[] needs, {chosen}) -> (Tensor, Tensor)',
+    )
+    op.register_fake(fake_forward)
+    op_backward.register_fake(fake_backward)
+    connect(op, op_backward, f'triton_local_{name}', num_inputs=2)
+
+
 _register('badmm_pool', _badmm, _badmm_launches, ', bool quadratic')
 _register('sinkhorn_pool', _sinkhorn, _sinkhorn_launches, ', int num_inner')
+_register_local('badmm_pool', _local_badmm, _badmm_launches, ', bool quadratic')
+_register_local('sinkhorn_pool', _local_sinkhorn, _sinkhorn_launches, ', int num_inner')

@@ -51,9 +51,9 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def launch_options(amd: bool) -> dict[str, int | bool]:
+def launch_options(amd: bool, num_warps: int = NUM_WARPS) -> dict[str, int | bool]:
     """Of every kernel; a limit of registers exists on NVIDIA only."""
-    options = {'num_warps': NUM_WARPS, 'enable_fp_fusion': True}
+    options = {'num_warps': num_warps, 'enable_fp_fusion': True}
     return options if amd else options | {'maxnreg': MAX_REGISTERS}
 
 
@@ -193,3 +193,12 @@ def combine_sum(parts, tiles, n, N, TILES: tl.constexpr):
     t = tl.arange(0, TILES)
     exists = (t < tiles)[:, None] & (n < N)[None, :]
     return tl.sum(tl.load(parts + t[:, None] * N + n[None, :], mask=exists, other=0.0), 0)
+
+
+@triton.jit
+def store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
+    """Gradients of the coefficients of module k, of which row by row there are (4, T)."""
+    tl.store(slope + k, d_beta)
+    tl.store(slope + num_modules + k, d_kappa)
+    tl.store(slope + 2 * num_modules + k, d_rho)
+    tl.store(slope + 3 * num_modules + k, d_rough)
