@@ -22,6 +22,7 @@ from rotp_vision.core.triton_windows import (
     load_saved,
     load_windows,
     open_block,
+    pool_back,
     softmax_channels,
     softmax_taps,
     store_pooled,
@@ -125,6 +126,15 @@ def _replay(xs, saved, stop, has_c, inside, p0, q0, coefficients, num_modules, Q
     return zs, ms, cs_before
 
 
+@triton.jit
+def _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
+    """Q of the last module."""
+    last = num_modules - 1
+    zs, ms, cs = _replay(xs, saved, last, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    rows, _ = _row_step(xs, ms, zs, cs, coefficients, last, num_modules, QUADRATIC)
+    return rows
+
+
 @triton.jit(do_not_specialize=['num_modules'])
 def local_badmm_forward(
     x_map, coefficients, pooled, saved,
@@ -177,16 +187,8 @@ def local_badmm_backward(
     slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4 * num_modules
     last = num_modules - 1
 
-    # f = Σ_n x Q
-    zs, ms, cs = _replay(xs, saved, last, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
-    rows, _ = _row_step(xs, ms, zs, cs, coefficients, last, num_modules, QUADRATIC)
-    g = load_pooled(grad, grad_strides, place, CHANNELS_LAST)
-    f = dot_taps(rows, raw)
-    d_raw = ()
-    dys = ()
-    for n in tl.static_range(KH * KW):
-        d_raw += (rows[n] * g,)
-        dys += (rows[n] * g * (raw[n] - f),)
+    weights = _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), weights, raw)
     dxs = d_raw
     if VIEW != 'identity':
         dxs = zero_taps(xs)
@@ -209,7 +211,7 @@ def local_badmm_backward(
         rows, columns, r, ms = _replay_module(
             xs, ms, zs, cs_before, cs, has_c, p0, coefficients, j, num_modules, QUADRATIC
         )
-        zs, _ = _finish(ms, zs, rows, columns, p0, q0, coefficients, j, num_modules, QUADRATIC)
+        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, j, num_modules, QUADRATIC)
         dxs = _add(dxs, dys, beta)
         dzs = _add(dzs, dys, -1.0 / rho)
         if QUADRATIC:
@@ -335,16 +337,9 @@ def local_sinkhorn_backward(
     saved += index * (num_steps * (KH * KW))
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
 
-    # f = Σ_n x softmax_n(s X + b)
     ls = load_saved(saved, num_steps - 1, inside)
-    weights, _ = _sample_step(xs, ls, inside, scale, rate_b)
-    g = load_pooled(grad, grad_strides, place, CHANNELS_LAST)
-    f = dot_taps(weights, raw)
-    d_raw = ()
-    dys = ()
-    for n in tl.static_range(KH * KW):
-        d_raw += (weights[n] * g,)
-        dys += (weights[n] * g * (raw[n] - f),)
+    pooling, _ = _sample_step(xs, ls, inside, scale, rate_b)
+    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), pooling, raw)
     totals = dys  # gradient of s X
     d_rate_a = 0.0
     d_rate_b = 0.0
@@ -357,7 +352,7 @@ def local_sinkhorn_backward(
         along = count * 0.0
         for n in tl.static_range(KH * KW):
             db = tl.sum(dys[n], 1)
-            along = tl.where(inside[n], along - db * ls[n], along)
+            along -= db * tl.where(inside[n], ls[n], 0.0)
             column = tl.exp(scale * xs[n] - rate_a * r - ls[n][:, None])
             dts += (-rate_b * db[:, None] * tl.where(has_c[None, :], column, 0.0),)
         d_rate_b += tl.sum(along)

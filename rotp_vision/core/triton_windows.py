@@ -24,7 +24,7 @@ from torch import Tensor
 from rotp_vision.core.triton_ops import is_channels_last
 from rotp_vision.core.triton_tiles import AMD, NUM_WARPS, launch_options, on_device
 
-GATHER_BLOCK = 1024
+GATHER_BLOCK = 512
 # Of the buffer for the gradients of windows, unless those of one image are more: it bounds the memory of backward.
 BUFFER_ELEMENTS = 2**25
 
@@ -229,8 +229,8 @@ def store_windows(
     for i in tl.static_range(KH):
         for j in tl.static_range(KW):
             at = row * at_row + column * at_column + (i * at_i + j * at_j)
-            tap = i * KW + j
-            _store_tile(pointer, taps[tap], at, c * at_channel, own & inside[tap], has_c, CHANNELS_LAST)
+            exists = own & inside[i * KW + j]
+            _store_tile(pointer, taps[i * KW + j], at, c * at_channel, exists, has_c, CHANNELS_LAST)
 
 
 @triton.jit
@@ -275,6 +275,18 @@ def dot_taps(xs, ys):
     for n in tl.static_range(1, len(xs)):
         total += xs[n] * ys[n]
     return total
+
+
+@triton.jit
+def pool_back(g, weights, xs):
+    """Back through f = Σ over taps of x softmax(y), from its gradient g: those of x, as it stands there, and of y."""
+    f = dot_taps(weights, xs)
+    dxs = ()
+    dys = ()
+    for n in tl.static_range(len(xs)):
+        dxs += (weights[n] * g,)
+        dys += (weights[n] * g * (xs[n] - f),)
+    return dxs, dys
 
 
 @triton.jit
@@ -346,7 +358,7 @@ def view_back(raw, d_taps, d_raw, count, floor, VIEW: tl.constexpr):
     if VIEW == 'log':
         total = ()
         for n in tl.static_range(len(raw)):
-            total += (d_raw[n] + tl.where(raw[n] >= 0.0, d_taps[n] / (raw[n] + floor), 0.0),)
+            total += (d_raw[n] + tl.where(raw[n] > 0.0, d_taps[n] / (raw[n] + floor), 0.0),)
     elif VIEW == 'rms':
         scale = _rms_scale(raw, count, floor)
         pull = dot_taps(d_taps, raw) * (scale * scale * scale / count[:, None])
