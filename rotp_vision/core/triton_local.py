@@ -20,15 +20,15 @@ from rotp_vision.core.triton_windows import (
     dot_taps,
     load_pooled,
     load_saved,
-    load_windows,
-    open_block,
+    open_windows,
     pool_back,
+    read_again,
     softmax_channels,
     softmax_taps,
     store_pooled,
     store_windows,
     view_back,
-    view_taps,
+    view_start,
     zero_taps,
 )
 
@@ -143,10 +143,9 @@ def local_badmm_forward(
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
     """Pooled (B, C, H', W'), and c into saved (B, H' W', T - 1, taps), on the grid (blocks of windows, B)."""
-    place, index, inside, count = open_block(geometry, KH, KW, BLOCK_W, BLOCK_C)
-    has_c = place[5]
-    raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
-    xs = view_taps(raw, count, floor, VIEW)
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
     p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
     saved += index * ((num_modules - 1) * (KH * KW))
 
@@ -165,8 +164,7 @@ def local_badmm_forward(
             cs += (tl.where(inside[n], c, float('inf')),)
         zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC)
     rows, _ = _row_step(xs, ms, zs, cs, coefficients, num_modules - 1, num_modules, QUADRATIC)
-    if VIEW != 'identity':  # read once more rather than held
-        raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+    raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
     store_pooled(pooled, dot_taps(rows, raw), pooled_strides, place, CHANNELS_LAST)
 
 
@@ -178,10 +176,9 @@ def local_badmm_backward(
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, T), to be added up."""
-    place, index, inside, count = open_block(geometry, KH, KW, BLOCK_W, BLOCK_C)
-    has_c = place[5]
-    raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
-    xs = view_taps(raw, count, floor, VIEW)
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
     p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
     saved += index * ((num_modules - 1) * (KH * KW))
     slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4 * num_modules
@@ -189,9 +186,7 @@ def local_badmm_backward(
 
     weights = _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
     d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), weights, raw)
-    dxs = d_raw
-    if VIEW != 'identity':
-        dxs = zero_taps(xs)
+    dxs = view_start(d_raw, VIEW)
     dzs = zero_taps(xs)
     dms = ()
     if QUADRATIC:
@@ -269,8 +264,7 @@ def local_badmm_backward(
     store_slopes(slopes, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
     if NEED_X:
         dxs = _add(dxs, dys, tl.load(coefficients))
-        if VIEW != 'identity':
-            raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+        raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
         dxs = view_back(raw, dxs, d_raw, count, floor, VIEW)
         store_windows(d_windows, dxs, spacing, place, inside, KH, KW, CHANNELS_LAST)
 
@@ -301,10 +295,9 @@ def local_sinkhorn_forward(
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """Pooled (B, C, H', W'), and l into saved (B, H' W', K, taps), on the grid (blocks of windows, B)."""
-    place, index, inside, count = open_block(geometry, KH, KW, BLOCK_W, BLOCK_C)
-    has_c = place[5]
-    raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
-    xs = view_taps(raw, count, floor, VIEW)
+    place, index, has_c, inside, _count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
     saved += index * (num_steps * (KH * KW))
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
 
@@ -317,8 +310,7 @@ def local_sinkhorn_forward(
             tl.store(saved + (k * (KH * KW) + n), lse, mask=place[3])
             ls += (tl.where(inside[n], lse, float('inf')),)
     weights, _ = _sample_step(xs, ls, inside, scale, rate_b)
-    if VIEW != 'identity':  # read once more rather than held
-        raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+    raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
     store_pooled(pooled, dot_taps(weights, raw), pooled_strides, place, CHANNELS_LAST)
 
 
@@ -330,10 +322,9 @@ def local_sinkhorn_backward(
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, 1), to be added up."""
-    place, index, inside, count = open_block(geometry, KH, KW, BLOCK_W, BLOCK_C)
-    has_c = place[5]
-    raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
-    xs = view_taps(raw, count, floor, VIEW)
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
     saved += index * (num_steps * (KH * KW))
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
 
@@ -369,10 +360,7 @@ def local_sinkhorn_backward(
     slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4
     store_slopes(slopes, tl.sum(dot_taps(totals, xs)), 0.0, d_rate_a, d_rate_b, 0, 1)
     if NEED_X:
-        if VIEW == 'identity':
-            dxs = _add(d_raw, totals, scale)
-        else:
-            dxs = _add(zero_taps(totals), totals, scale)
-            raw = load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+        dxs = _add(view_start(d_raw, VIEW), totals, scale)
+        raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
         dxs = view_back(raw, dxs, d_raw, count, floor, VIEW)
         store_windows(d_windows, dxs, spacing, place, inside, KH, KW, CHANNELS_LAST)

@@ -175,21 +175,27 @@ def gather_windows(
 
 
 @triton.jit
-def open_block(geometry, KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr):
-    """What the program works on.
+def open_windows(
+    x_map, x_strides, geometry, floor,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """What a program of the grid (blocks of windows, B) works on.
 
     Returns:
         place: the image; row and column (BLOCK_W,) of the windows, beyond the end the last window once more; which of
             them are no such repetition; channels (BLOCK_C,), and which exist.
         index: (BLOCK_W,) number of the windows, counted over images.
+        has_c: (BLOCK_C,) which channels exist.
         inside: for each tap (BLOCK_W,) whether it lies in the map.
         count: (BLOCK_W,) of how many taps that is so.
+        raw: the taps.
+        xs: what the plan sees of them.
     """
     C, H, W, out_h, out_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = geometry
     wanted = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
     index = tl.minimum(wanted, out_h * out_w - 1)
     row, column = index // out_w, index % out_w
-    c = tl.arange(0, BLOCK_C)
     inside = ()
     count = row * 0.0
     for i in tl.static_range(KH):
@@ -198,13 +204,25 @@ def open_block(geometry, KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constex
             tap = (h >= 0) & (h < H) & (w >= 0) & (w < W)
             inside += (tap,)
             count += tl.where(tap, 1.0, 0.0)
-    b = tl.program_id(1).to(tl.int64)
+    b, c = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_C)
     place = (b, row, column, wanted < out_h * out_w, c, c < C)
-    return place, b * (out_h * out_w) + index, inside, count
+    raw = _load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+    return place, b * (out_h * out_w) + index, c < C, inside, count, raw, _view(raw, count, floor, VIEW)
 
 
 @triton.jit
-def load_windows(x, strides, place, inside, geometry, KH: tl.constexpr, KW: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+def read_again(
+    raw, x_map, x_strides, place, inside, geometry,
+    KH: tl.constexpr, KW: tl.constexpr, VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """The taps, which are not held where the plan sees something else."""
+    if VIEW != 'identity':
+        raw = _load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
+    return raw
+
+
+@triton.jit
+def _load_windows(x, strides, place, inside, geometry, KH: tl.constexpr, KW: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """The taps of the windows, zero outside the map, whatever lies there."""
     _, _, _, _, _, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = geometry
     b, row, column, _, c, has_c = place
@@ -336,7 +354,7 @@ def load_saved(saved, k, inside):
 
 
 @triton.jit
-def view_taps(raw, count, floor, VIEW: tl.constexpr):
+def _view(raw, count, floor, VIEW: tl.constexpr):
     """What the plan sees of a window."""
     taps = raw
     if VIEW == 'log':
@@ -352,8 +370,17 @@ def view_taps(raw, count, floor, VIEW: tl.constexpr):
 
 
 @triton.jit
+def view_start(d_raw, VIEW: tl.constexpr):
+    """Where gradients of what the plan sees are added up: for the identity upon those of the taps themselves."""
+    if VIEW == 'identity':
+        return d_raw
+    else:
+        return zero_taps(d_raw)
+
+
+@triton.jit
 def view_back(raw, d_taps, d_raw, count, floor, VIEW: tl.constexpr):
-    """d_raw plus what comes through the view from d_taps; the identity's d_taps has it all already."""
+    """All gradients of the taps, from d_taps, what `view_start` became."""
     total = d_taps
     if VIEW == 'log':
         total = ()
