@@ -164,7 +164,9 @@ def _one_by_one(op: Callable) -> Callable:
 
     def rule(info, in_dims, *args):
         def entry(i: int):
-            return op(*[arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)])
+            # A list has a list of Nones.
+            pairs = zip(args, in_dims, strict=True)
+            return op(*[arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in pairs])
 
         results = [entry(i) for i in range(info.batch_size)]
         if isinstance(results[0], Tensor):
