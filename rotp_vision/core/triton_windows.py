@@ -13,6 +13,7 @@ Imports triton: import it only where `triton_ops` has found one.
 
 # Kernels are not Python to a type checker.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 from typing import Any, NamedTuple
 
