@@ -13,31 +13,83 @@ left of `badmm`'s module k is, with κ = ρ / (α1 + ρ), β = 1/ρ + κ' β' (t
     Z = Z' + ρ (p0 Q - q0 V)
 
 from v = log q0, Z = 0, S = p0 q0; the last module ends at Q, whose rows are the weights of the pooling. A masked
-sample has log q0 = -inf and needs no other care. Backward runs the modules again, keeps Q, V, Z of each for the chunk
-at hand, and goes through them in reverse.
+sample has log q0 = -inf and needs no other care. Backward runs the modules again, keeps what they leave behind for the
+chunk at hand, and goes through them in reverse.
+
+Time is passes over memory. So Q and V stay as exponentials and their sums, of which P and S are made in the pass that
+reads them. And as adding a feature vector to X changes nothing (u takes it up), X may be shifted to a maximum of zero
+in every row: where its spread is moderate, no softmax needs a maximum of its own.
 """
 
-from collections.abc import Sequence
+import math
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, Structure
-from rotp_vision.core.ops import Gradients, Inputs, Needs, register
-from rotp_vision.core.scratch import Scratch, exponentials, inner
+from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials, inner
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
+BETA, KAPPA, RHO, FORCE = range(4)  # rows of the coefficients; after FORCE come α1/ρ if quadratic, and α0/ρ
+
+
+class _Scalars(NamedTuple):
+    """Of one module; with their negatives and products, so that no chunk has to make them again."""
+
+    beta: Tensor
+    kappa: Tensor
+    rho: Tensor
+    kappa_beta: Tensor
+    minus_step: Tensor  # -1/ρ
+    roughness: Tensor | None  # -α1/ρ
+    structure: Tensor | None  # α0/ρ
+
+
+class _Modules(NamedTuple):
+    """The scalars of all modules, made once for all chunks."""
+
+    each: list[_Scalars]
+    betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
+    rhos: Tensor  # (T, 1, 1, 1) ρ
+    slope: float  # max β
+    drift: float  # |M - Z/ρ| is at most this times the largest entry of a plan
+
+
+def _prepare(x: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, similarity: str) -> _Modules:
+    beta, kappa, rho, *forces = coefficients
+    columns = [row.unbind() for row in (beta, kappa, rho, kappa * beta, -rho.reciprocal())]
+    none = [None] * len(columns[0])
+    roughness = (-forces[0]).unbind() if quadratic else none
+    structure = forces[-1].unbind() if similarity else none
+    each = [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
+    betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
+    slope = drift = math.inf
+    if eager and structure is none:
+        slope, steps = float(beta.amax()), rho.tolist()
+        drift = max(sum(steps[:k]) / step for k, step in enumerate(steps))
+        drift += 2 * float(forces[0].sum()) if quadratic else 0.0
+    return _Modules(each, betas, rho.view(-1, 1, 1, 1), slope, drift)
+
+
+class _Plan(NamedTuple):
+    """ρ P or ρ S as it lies in memory: exponentials · scale, with scale = ρ prior / their sum."""
+
+    exponentials: Tensor  # (b, D, N)
+    total: Tensor  # (b, D, 1) or (b, 1, N)
+    scale: Tensor  # likewise
+
 
 class _Module(NamedTuple):
-    """What one module leaves behind for backward; the last one ends at Q and has nothing after `u`."""
+    """What one module leaves behind for backward; the last one ends at P and has nothing after `u`."""
 
-    row: Tensor  # (b, D, N) Q
+    p: _Plan
     dual: Tensor | None  # (b, D, N) Z', None where zero
     from_s: Applied | None  # of Φ(S')
-    u: Tensor  # (b, D, 1)
-    column: Tensor | None = None  # (b, D, N) V
+    u: Tensor  # (b, D, 1) up to a constant
+    s: _Plan | None = None
     from_p: Applied | None = None  # of Φ(P)
     forces: Tensor | None = None  # (b, D, N) M after Φ(P), where its slope is needed
 
@@ -52,106 +104,145 @@ class _Chunk:
         self.features = self.x if inputs.features is None else scratch.load(inputs.features)
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
         self.p0, self.q0 = inputs.log_p0.exp(), inputs.log_q0.exp()
-        self.modules = inputs.coefficients.unbind(1)
-        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would
-        # not be vectorised.
-        self.betas = inputs.coefficients[0].view(-1, 1, 1, 1).expand(-1, 1, self.x.shape[1], 1).contiguous()
+        self.all: _Modules = inputs.modules
+        self.modules = self.all.each
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
         self._plan = scratch.take() if similarity else None
         self.forced = quadratic or self.structure is not None
+        self.bounded = False
+        self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
+        if self.all.slope < math.inf:
+            self._bound(inputs)
 
-    def push(
-        self, m: Tensor, weights: Sequence[Tensor], factor: Tensor, prior: Tensor
-    ) -> tuple[Tensor, Applied | None]:
-        """M + Φ(prior · factor), written over M."""
-        if self.quadratic:
-            m = torch.addcmul(m, factor, -weights[0] * prior, out=self.scratch.over(m))
-        if self.structure is None:
+    def _bound(self, inputs: Inputs) -> None:
+        """Shift X to a maximum of zero in every row if then all sums of exponentials are within bounds.
+
+        With R the spread of X and F a bound on |M - Z/ρ|, as no entry of a plan exceeds its prior: a column's sum
+        varies by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and the
+        spread of log q0 further. A row has its maximum somewhere, so its sum is between exp(F) times this and N exp(F),
+        unless the maximum is masked; u is as far from the spread of log p0, and what it adds to a column is damped by κ.
+        """
+        peak = self.x.amax(2, keepdim=True)
+        gone = self.log_q0 == -torch.inf
+        log_q0 = self.log_q0.masked_fill(gone, 0.0)
+        looked_at = [
+            (peak - self.x.amin(2, keepdim=True)).amax(),
+            self.log_p0.amax(),
+            self.log_p0.amin(),
+            log_q0.amax(),
+            log_q0.masked_fill(gone, torch.inf).amin(),
+            gone.any().to(self.x.dtype),
+        ]
+        spread, p0_most, p0_least, q0_most, q0_least, masked = torch.stack(looked_at).tolist()
+        exponent = spread * self.all.slope * (2 if masked else 1)
+        exponent += 4 * self.all.drift * math.exp(max(p0_most, q0_most))
+        exponent += (p0_most - p0_least) + (q0_most - q0_least) + math.log(self.x[0].numel())
+        self.bounded = exponent < exponent_limit(self.x.dtype)
+        if self.bounded:
+            self.x = torch.sub(self.x, peak, out=self.scratch.take() if self.x is inputs.x else self.x)
+            if inputs.features is None:
+                self.features, self.offset = self.x, peak
+
+    def softmax(self, y: Tensor, dim: int, log_prior: Tensor, weighted_prior: Tensor) -> tuple[_Plan, Tensor]:
+        """ρ · prior · softmax of y along `dim`, over y, and log prior - its log-sum-exp up to a constant."""
+        y, total, top = exponentials(y, dim, self.scratch, self.bounded)
+        scale = weighted_prior / total
+        return _Plan(y, total, scale), scale.log() if top is None else log_prior - (total.log() + top)
+
+    def push(self, m: Tensor, module: _Scalars, exponentials: Tensor, scale: Tensor) -> tuple[Tensor, Applied | None]:
+        """M + Φ(exponentials · scale), written over M."""
+        if module.roughness is not None:
+            m = torch.addcmul(m, exponentials, module.roughness * scale, out=self.scratch.over(m))
+        if self.structure is None or module.structure is None:
             return m, None
-        plan = torch.mul(factor, prior, out=self._plan)
-        return self.structure.push(m, plan, weights[-1], self.scratch)
+        plan = torch.mul(exponentials, scale, out=self._plan)
+        return self.structure.push(m, plan, module.structure, self.scratch)
 
     def pull(
         self,
         dm: Tensor,
-        weights: Sequence[Tensor],
-        factor: Tensor,
-        prior: Tensor,
+        k: int,
+        exponentials: Tensor,
+        scale: Tensor,
         applied: Applied | None,
-        slopes: Tensor,
+        slopes: Slopes,
         out: Tensor,
     ) -> Tensor:
-        """Back through `push`: factor · gradient of (prior · factor) into `out`; those of weights add to `slopes`."""
+        """Back through `push` in module k: exponentials · gradient of the plan into `out`."""
+        module = self.modules[k]
         if self.structure is None or applied is None:
-            torch.mul(dm, factor, out=out)
-            slopes[0] -= (out.sum(1, keepdim=True) * prior if prior.shape[1] == 1 else out * prior).sum()
-            return out.mul_(-weights[0])
-        plan = torch.mul(factor, prior, out=self._plan)
-        slopes[-1] += self.structure.back(dm, plan, weights[-1], applied, out)
-        if self.quadratic:
-            slopes[0] -= inner(dm, plan)
-            out.addcmul_(dm, -weights[0])
-        return out.mul_(factor)
+            assert module.roughness is not None
+            torch.mul(dm, exponentials, out=out)
+            if slopes.wanted:
+                axis = 1 if scale.shape[1] == 1 else 2
+                slopes.add(FORCE, k, -(out.sum(axis, keepdim=True) * scale).sum())
+            return out.mul_(module.roughness)
+        assert module.structure is not None
+        plan = torch.mul(exponentials, scale, out=self._plan)
+        slopes.add(FORCE + self.quadratic, k, self.structure.back(dm, plan, module.structure, applied, out))
+        if module.roughness is not None:
+            slopes.add(FORCE, k, -inner(dm, plan))
+            out.addcmul_(dm, module.roughness)
+        return out.mul_(exponentials)
 
 
 def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
     """Run the modules and return the last; with `kept` the others are left there, in buffers of their own."""
     x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
+    weighted_p0, weighted_q0 = (chunk.all.rhos * chunk.p0).unbind(), (chunk.all.rhos * chunk.q0).unbind()
     v, z, m, from_s = chunk.log_q0, None, None, None
-    row = column = None
-    for k, (beta, kappa, rho, *weights) in enumerate(chunk.modules):
+    p = s = None
+    for k, module in enumerate(chunk.modules):
         # P-step
-        row = torch.addcmul(v, x, chunk.betas[k], out=scratch.take() if row is None or kept is not None else over(row))
+        if chunk.bounded:
+            v = v - v.amax(2, keepdim=True)
+        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
+        # be vectorised.
+        out = scratch.take() if p is None or kept is not None else over(p.exponentials)
+        row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
-            row = torch.addcmul(row, z, -rho.reciprocal(), out=over(row))
+            row = torch.addcmul(row, z, module.minus_step, out=over(row))
         if chunk.forced:
-            if m is None or column is None:
+            if m is None or s is None:
                 m = torch.mul(x, 0.0, out=scratch.take())
-                m, from_s = chunk.push(m, weights, chunk.p0.expand_as(x), chunk.q0)
+                m, from_s = chunk.push(m, module, chunk.p0.expand_as(x), chunk.q0)
             else:
-                m, from_s = chunk.push(m, weights, column, chunk.q0)
+                m, from_s = chunk.push(m, module, s.exponentials, s.scale / chunk.modules[k - 1].rho)
             row = torch.add(row, m, out=over(row))
-        row, lse = _softmax(row, 2, scratch)
-        u = chunk.log_p0 - lse
+        p, u = chunk.softmax(row, 2, chunk.log_p0, weighted_p0[k])
         if k + 1 == len(chunk.modules):
-            return _Module(row, z, from_s, u)
+            return _Module(p, z, from_s, u)
         # S-step
-        out = scratch.take() if column is None or kept is not None else over(column)
-        column = torch.addcmul(kappa * u, x, kappa * beta, out=out)
+        out = scratch.take() if s is None or kept is not None else over(s.exponentials)
+        column = torch.addcmul(module.kappa * u, x, module.kappa_beta, out=out)
         forces = from_p = None
         if m is not None:
-            m, from_p = chunk.push(m, weights, row, chunk.p0)
+            m, from_p = chunk.push(m, module, p.exponentials, p.scale / module.rho)
             if not chunk.quadratic:
-                forces, m = m, torch.mul(m, kappa, out=over(m) if kept is None else scratch.take())
+                forces, m = m, torch.mul(m, module.kappa, out=over(m) if kept is None else scratch.take())
             column = torch.add(column, m, out=over(column))
-        column, lse = _softmax(column, 1, scratch)
-        v = chunk.log_q0 - lse
+        s, v = chunk.softmax(column, 1, chunk.log_q0, weighted_q0[k])
         # Dual
         before = z
         if z is None:
-            z = torch.mul(row, rho * chunk.p0, out=scratch.take())
+            z = torch.mul(p.exponentials, p.scale, out=scratch.take())
         else:
-            z = torch.addcmul(z, row, rho * chunk.p0, out=over(z) if kept is None else scratch.take())
-        z = torch.addcmul(z, column, -rho * chunk.q0, out=over(z))
+            z = torch.addcmul(z, p.exponentials, p.scale, out=over(z) if kept is None else scratch.take())
+        z = torch.addcmul(z, s.exponentials, s.scale, value=-1, out=over(z))
         if kept is not None:
-            kept.append(_Module(row, before, from_s, u, column, from_p, forces))
+            kept.append(_Module(p, before, from_s, u, s, from_p, forces))
     raise AssertionError('there is at least one module')
-
-
-def _softmax(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
-    """The softmax over y along `dim`, and the log-sum-exp, `dim` kept."""
-    y, top, total = exponentials(y, dim, scratch)
-    return torch.mul(y, total.reciprocal(), out=scratch.over(y)), top + total.log()
 
 
 def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> Tensor:
     chunk = _Chunk(inputs, scratch, quadratic, similarity)
-    row = _run(chunk, None).row
-    return torch.mul(row, chunk.features, out=scratch.over(row)).sum(2, keepdim=True)
+    row, total, _ = _run(chunk, None).p
+    pooled = torch.mul(row, chunk.features, out=scratch.over(row)).sum(2, keepdim=True) / total
+    return pooled if chunk.offset is None else pooled + chunk.offset
 
 
 def _backward(
-    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, quadratic: bool, similarity: str
+    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, quadratic: bool, similarity: str
 ) -> Gradients:
     chunk = _Chunk(inputs, scratch, quadratic, similarity)
     x, p0, q0 = chunk.x, chunk.p0, chunk.q0
@@ -159,98 +250,100 @@ def _backward(
     last = _run(chunk, kept)
     if chunk.structure is not None:
         chunk.structure.start_back(scratch)
-    d_coefficients = torch.zeros_like(inputs.coefficients)
-    d_log_p0, d_log_q0 = torch.zeros_like(inputs.log_p0), torch.zeros_like(inputs.log_q0)
+    d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
+    d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
     dy, dt, spare = scratch.buffer(), scratch.buffer(), scratch.buffer()
 
     # f = Σ_n features Q
-    d_features = torch.mul(last.row, grad, out=scratch.buffer())
-    mean = torch.mul(d_features, chunk.features, out=dy).sum(2, keepdim=True)  # f · grad
-    torch.addcmul(-mean, chunk.features, grad, out=dy).mul_(last.row)
+    grad = grad / last.p.total
+    d_features = torch.mul(last.p.exponentials, grad, out=scratch.buffer())
+    mean = torch.mul(d_features, chunk.features, out=dy).sum(2, keepdim=True)
+    torch.addcmul(-mean / last.p.total, chunk.features, grad, out=dy).mul_(last.p.exponentials)
     dx = None
     if needs.x:
         dx = d_features if inputs.features is None else scratch.buffer().zero_()
     dz = dm = None
     for k in reversed(range(len(chunk.modules))):
         # dy is the gradient of the logits of Q in module k.
-        beta, _, rho, *weights = chunk.modules[k]
-        module = last if k == len(kept) else kept[k]
-        slopes = d_coefficients[:, k]
+        module, step = last if k == len(kept) else kept[k], chunk.modules[k]
         dv = dy.sum(1, keepdim=True)
         if dx is not None:
-            dx.addcmul_(dy, beta)
-        if needs.coefficients:
-            slopes[0] += inner(dy, x)
+            dx.addcmul_(dy, step.beta)
+        if slopes.wanted:
+            slopes.add(BETA, k, inner(dy, x))
         if chunk.forced:
             dm = scratch.buffer().copy_(dy) if dm is None else dm.add_(dy)
         if k == 0:
-            d_log_q0 += dv
+            if d_log_q0 is not None:
+                d_log_q0 += dv
             if dm is not None:
                 # S' = p0 q0
-                chunk.pull(dm, weights, p0.expand_as(x), q0, module.from_s, slopes[3:], spare).mul_(q0)
-                d_log_p0 += spare.sum(2, keepdim=True)
-                d_log_q0 += spare.sum(1, keepdim=True)
+                chunk.pull(dm, k, p0.expand_as(x), q0, module.from_s, slopes, spare).mul_(q0)
+                if d_log_p0 is not None:
+                    d_log_p0 += spare.sum(2, keepdim=True)
+                if d_log_q0 is not None:
+                    d_log_q0 += spare.sum(1, keepdim=True)
             break
-        if needs.coefficients:
+        if slopes.wanted:
             assert module.dual is not None
-            slopes[2] += inner(dy, module.dual) / rho.square()
+            slopes.add(RHO, k, inner(dy, module.dual) * step.minus_step.square())
         if dz is None:
-            dz = torch.mul(dy, -rho.reciprocal(), out=scratch.buffer())
+            dz = torch.mul(dy, step.minus_step, out=scratch.buffer())
         else:
-            dz.addcmul_(dy, -rho.reciprocal())
+            dz.addcmul_(dy, step.minus_step)
 
-        # S = q0 V of the module before: read by its Z and by this module's M.
-        row, _, _, u, column, from_p, forces = kept[k - 1]
-        assert column is not None
-        before = d_coefficients[:, k - 1]
-        torch.mul(dz, column, out=dt)
-        s_moved = dt.sum(1, keepdim=True)
-        from_s = None
+        # S of the module before: read by its Z and by this module's M.
+        p, _, _, u, s, from_p, forces = kept[k - 1]
+        assert s is not None
+        before = chunk.modules[k - 1]
+        torch.mul(dz, s.exponentials, out=dt)
+        s_moved = dt.sum(1, keepdim=True).mul_(s.scale)
+        dv -= s_moved
+        dt.mul_(-s.scale)
         if dm is not None:
-            from_s = chunk.pull(dm, weights, column, q0, module.from_s, slopes[3:], spare)
-        beta, kappa, rho, *weights = chunk.modules[k - 1]
-        dt.mul_(-rho)
-        if from_s is not None:
-            dt.add_(from_s)
-        dv += q0 * dt.sum(1, keepdim=True)
-        d_log_q0 += dv
-        dt.mul_(q0).addcmul_(column, -dv)
+            scale = s.scale / before.rho
+            chunk.pull(dm, k, s.exponentials, scale, module.from_s, slopes, spare)
+            dv += scale * spare.sum(1, keepdim=True)
+            dt.addcmul_(spare, scale)
+        if d_log_q0 is not None:
+            d_log_q0 += dv
+        dt.addcmul_(s.exponentials, dv.div_(s.total), value=-1)
         # dt is the gradient of the logits of V.
         du = dt.sum(2, keepdim=True)
         if dx is not None:
-            dx.addcmul_(dt, kappa * beta)
-        if needs.coefficients:
+            dx.addcmul_(dt, before.kappa_beta)
+        if slopes.wanted:
             slope = inner(dt, x)
-            before[0] += kappa * slope
-            before[1] += beta * slope + (du * u).sum()
-        du = kappa * du
+            slopes.add(BETA, k - 1, before.kappa * slope)
+            slopes.add(KAPPA, k - 1, before.beta * slope)
+            slopes.add(KAPPA, k - 1, torch.dot(du.view(-1), u.view(-1)))
+        du.mul_(before.kappa)
 
-        # P = p0 Q of the module before: read by its Z and by its M.
-        torch.mul(dz, row, out=dy)
-        p_moved = dy.sum(2, keepdim=True)
-        before[2] += (p0 * p_moved).sum() - (q0 * s_moved).sum()
-        dy.mul_(rho)
+        # P of the module before: read by its Z and by its M.
+        torch.mul(dz, p.exponentials, out=dy)
+        p_moved = dy.sum(2, keepdim=True).mul_(p.scale)
+        if slopes.wanted:
+            slopes.add(RHO, k - 1, (p_moved.sum() - s_moved.sum()) / before.rho)
+        du += p_moved
+        dy.mul_(p.scale)
         if dm is not None:
             dm.add_(dt)
             if forces is not None:
-                before[1] += inner(dm, forces)
-                dm.mul_(kappa)
-            dy.add_(chunk.pull(dm, weights, row, p0, from_p, before[3:], spare))
-        du += p0 * dy.sum(2, keepdim=True)
-        d_log_p0 += du
-        dy.mul_(p0).addcmul_(row, -du)
+                slopes.add(KAPPA, k - 1, inner(dm, forces))
+                dm.mul_(before.kappa)
+            scale = p.scale / before.rho
+            chunk.pull(dm, k - 1, p.exponentials, scale, from_p, slopes, spare)
+            du += scale * spare.sum(2, keepdim=True)
+            dy.addcmul_(spare, scale)
+        if d_log_p0 is not None:
+            d_log_p0 += du
+        dy.addcmul_(p.exponentials, du.div_(p.total), value=-1)
     if dx is not None and chunk.structure is not None:
         dx.add_(chunk.structure.dx())
-    return Gradients(
-        d_features if inputs.features is not None and needs.features else None,
-        dx,
-        d_log_p0,
-        d_log_q0,
-        d_coefficients,
-    )
+    return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
 
 
-register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity')
+register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare)
 
 
 def badmm_pool(

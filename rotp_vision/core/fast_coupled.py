@@ -20,7 +20,7 @@ pooling, softmax_n(c X + w).
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, register
+from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Scratch
 from rotp_vision.core.tape import Coefficient, Tape, Vector
 from rotp_vision.core.weights import StepWeights
@@ -52,12 +52,12 @@ def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
 
 def _forward(inputs: Inputs, scratch: Scratch) -> Tensor:
     tape = Tape(inputs, scratch)
-    return tape.pool(*_run(tape, inputs.coefficients.shape[1]))
+    return tape.pool(*_run(tape, len(inputs.modules.each)))
 
 
-def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs) -> Gradients:
-    tape = Tape(inputs, scratch, needs)
-    return tape.gradients(*_run(tape, inputs.coefficients.shape[1]), grad)
+def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes) -> Gradients:
+    tape = Tape(inputs, scratch, needs, slopes)
+    return tape.gradients(*_run(tape, len(inputs.modules.each)), grad)
 
 
 register('coupled_badmm_pool', _forward, _backward)

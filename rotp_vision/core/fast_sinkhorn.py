@@ -13,7 +13,7 @@ from s = 0, u = log p0, v = log q0. The last ends at the weights of the pooling,
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, register
+from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Scratch
 from rotp_vision.core.tape import Coefficient, Tape, Vector
 from rotp_vision.core.weights import StepWeights
@@ -27,23 +27,27 @@ def _run(tape: Tape, num_modules: int, num_inner: int) -> tuple[Coefficient, Vec
         scale, keep, feature_rate, sample_rate = tape.module(k)
         tape.share(scale)
         u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
+        p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
+        q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
         v = v_kept
         for _ in range(num_inner):
-            gap = tape.combine((1.0, tape.log_p0), (-1.0, u_kept), (-1.0, tape.lse(scale, v)))
+            gap = tape.combine((1.0, p0_left), (-1.0, tape.lse(scale, v)))
             u = tape.combine((1.0, u_kept), (feature_rate, gap))
-            gap = tape.combine((1.0, tape.log_q0), (-1.0, v_kept), (-1.0, tape.lse(scale, u)))
+            gap = tape.combine((1.0, q0_left), (-1.0, tape.lse(scale, u)))
             v = tape.combine((1.0, v_kept), (sample_rate, gap))
     return scale, v
 
 
 def _forward(inputs: Inputs, scratch: Scratch, num_inner: int) -> Tensor:
     tape = Tape(inputs, scratch)
-    return tape.pool(*_run(tape, inputs.coefficients.shape[1], num_inner))
+    return tape.pool(*_run(tape, len(inputs.modules.each), num_inner))
 
 
-def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, num_inner: int) -> Gradients:
-    tape = Tape(inputs, scratch, needs)
-    return tape.gradients(*_run(tape, inputs.coefficients.shape[1], num_inner), grad)
+def _backward(
+    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, num_inner: int
+) -> Gradients:
+    tape = Tape(inputs, scratch, needs, slopes)
+    return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner), grad)
 
 
 register('sinkhorn_pool', _forward, _backward, ', int num_inner')

@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
     x: Tensor  # (b, D, N) what the plan sees
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
-    coefficients: Tensor  # (rows, T) scalars of the modules, made from the weights
+    modules: Any  # the scalars of the modules, as the solver's `prepare` makes them of the coefficients
 
 
 class Needs(NamedTuple):
@@ -40,13 +40,32 @@ class Gradients(NamedTuple):
 
     features: Tensor | None
     x: Tensor | None
-    log_p0: Tensor
-    log_q0: Tensor
-    coefficients: Tensor  # zero where not wanted
+    log_p0: Tensor | None
+    log_q0: Tensor | None
+
+
+class Slopes:
+    """Gradients of the coefficients (rows, T), added up entry by entry: a list costs less than slices of a tensor."""
+
+    def __init__(self, coefficients: Tensor, wanted: bool) -> None:
+        self.wanted = wanted
+        self._zero = coefficients.new_zeros(())
+        self._shape = coefficients.shape
+        self._parts: dict[tuple[int, int], list[Tensor]] = {}
+
+    def add(self, row: int, module: int, slope: Tensor) -> None:
+        self._parts.setdefault((row, module), []).append(slope)
+
+    def total(self) -> Tensor:
+        """(rows, T), zero where nothing was added."""
+        rows, num_modules = self._shape
+        parts = [self._parts.get((i, k)) for i in range(rows) for k in range(num_modules)]
+        return torch.stack([torch.stack(part).sum() if part else self._zero for part in parts]).view(self._shape)
 
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
-Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, *options)
+Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, slopes, *options)
+Prepare = Callable[..., Any]  # (x, coefficients (rows, T), eager, *options) -> `Inputs.modules`
 
 INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
@@ -57,7 +76,19 @@ def decompositions() -> dict[Any, Callable]:
     return dict(_decompositions)
 
 
-def register(name: str, forward: Forward, backward: Backward, options: str = '') -> None:
+class Modules(NamedTuple):
+    """The scalars of all modules, made once for all chunks."""
+
+    each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
+    eager: bool  # whether values may be looked at
+
+
+def scalars(x: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
+    """The coefficients (rows, T), module by module."""
+    return Modules([column.unbind() for column in coefficients.unbind(1)], eager)
+
+
+def register(name: str, forward: Forward, backward: Backward, options: str = '', prepare: Prepare = scalars) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
     The operator takes log_p0 (B, D) and log_q0 (B, N).
@@ -67,22 +98,24 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
         forward: pooled features of a chunk.
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
+        prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
     """
 
-    def gather(rows: slice, features, x, log_p0, log_q0, coefficients) -> Inputs:
+    def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
         features = None if features is None else features[rows]
-        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), coefficients)
+        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), modules)
 
     def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
+            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x):
-                inputs = gather(rows, features, x, log_p0, log_q0, coefficients)
+                inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
 
     def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        inputs = gather(slice(None), features, x, log_p0, log_q0, coefficients)
+        inputs = gather(slice(None), features, x, log_p0, log_q0, prepare(x, coefficients, False, *extra))
         pooled = forward(inputs, NoScratch(x, 0), *extra).squeeze(2)
         return pooled if features is None else pooled.to(features.dtype)
 
@@ -90,18 +123,21 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
         wanted = Needs(*needs)
         total = make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs)
         d_features, d_x, d_log_p0, d_log_q0, d_coefficients = total
-        d_coefficients.zero_()
+        slopes = Slopes(coefficients, wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
+            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x):
-                inputs = gather(rows, features, x, log_p0, log_q0, coefficients)
-                part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, *extra)
+                inputs = gather(rows, features, x, log_p0, log_q0, modules)
+                part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:
                     d_features[rows] = part.features
                 if part.x is not None:
                     d_x[rows] = part.x
-                d_log_p0[rows] = part.log_p0.squeeze(2)
-                d_log_q0[rows] = part.log_q0.squeeze(1)
-                d_coefficients += part.coefficients
+                if part.log_p0 is not None:
+                    d_log_p0[rows] = part.log_p0.squeeze(2)
+                if part.log_q0 is not None:
+                    d_log_q0[rows] = part.log_q0.squeeze(1)
+            d_coefficients.copy_(slopes.total())
         return total
 
     def make_pooled(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
@@ -111,8 +147,8 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '')
         return (
             torch.empty_like(features) if features is not None and needs[0] else x.new_empty(0),
             torch.empty_like(x) if needs[1] else x.new_empty(0),
-            x.new_empty(log_p0.shape),
-            x.new_empty(log_q0.shape),
+            x.new_empty(log_p0.shape if needs[2] else 0),
+            x.new_empty(log_q0.shape if needs[3] else 0),
             torch.empty_like(coefficients),
         )
 

@@ -1,12 +1,13 @@
 """Plan-sized working memory of the explicit solvers: a batch in chunks that stay in the cache, features contiguous."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Elements of one plan-sized buffer. On CPU a chunk's handful of buffers should stay in the cache; elsewhere the limit
-# only bounds the memory that backward needs besides what was saved.
+# Elements of one plan-sized buffer, on CPU for each thread: a chunk's handful of buffers should stay in the cache.
+# Elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
 CHUNK_ELEMENTS_ELSEWHERE = 2**23
 
@@ -34,7 +35,8 @@ class Scratch:
             _, num_features, num_samples = self.like.shape
             self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
         self._taken += 1
-        return self._buffers[self._taken - 1][: self._current]
+        buffer = self._buffers[self._taken - 1]
+        return buffer if self._current == self.num_sets else buffer[: self._current]
 
     def buffer(self) -> Tensor:
         """As `take`, where memory is certainly reused: in a backward."""
@@ -57,6 +59,8 @@ class Scratch:
 def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
     """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    if x.device.type == 'cpu':
+        limit *= torch.get_num_threads()
     size = min(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])))
     scratch = Scratch(x, size)
     for start in range(0, x.shape[0], size or 1):
@@ -77,12 +81,25 @@ class NoScratch(Scratch):
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """Sum of a · b over everything; both (b, D, N) with contiguous features."""
-    return torch.dot(a.mT.reshape(-1), b.mT.reshape(-1))
+    return torch.dot(a.mT.view(-1), b.mT.view(-1))
 
 
-def exponentials(y: Tensor, dim: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(y - top) over y, the maximum `top` and their sum along `dim`, kept."""
-    top = y.amax(dim, keepdim=True)
-    y = torch.sub(y, top, out=scratch.over(y))
+def exponentials(y: Tensor, dim: int, scratch: Scratch, bounded: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """exp(y - top) over y, their sum along `dim`, kept, and the maximum `top`.
+
+    Where `bounded` promises that no sum over- or underflows without it, there is no maximum.
+    """
+    top = None
+    if not bounded:
+        top = y.amax(dim, keepdim=True)
+        y = torch.sub(y, top, out=scratch.over(y))
     y = torch.exp(y, out=scratch.over(y))
-    return y, top, y.sum(dim, keepdim=True)
+    return y, y.sum(dim, keepdim=True), top
+
+
+def exponent_limit(dtype: torch.dtype) -> float:
+    """How far apart exponents may lie that are not shifted by their maximum.
+
+    Two thirds of the way to underflow: what then still vanishes beside the largest term is below rounding.
+    """
+    return -0.67 * math.log(torch.finfo(dtype).tiny)

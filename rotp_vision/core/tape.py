@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs
-from rotp_vision.core.scratch import Scratch, exponentials, inner
+from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
+from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials, inner
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -43,34 +43,51 @@ class _Shared(NamedTuple):
     """For many sweeps with one scale; a sweep's gradient is `exponentials` times a matrix of rank one."""
 
     exponentials: Tensor  # (b, D, N) exp(scale · X - top)
+    twin: Tensor  # (b, D, N) the same with contiguous samples: sums along features are then products of matrices, too
     top: Tensor  # (b, D, 1) max_n(scale · X)
     scale: Coefficient
     left: list[Tensor]  # (b, D, 1) each: the columns ...
     right: list[Tensor]  # (b, 1, N) ... and rows of those matrices
 
+    def sum(self, weights: Tensor, axis: int) -> Tensor:
+        """Sum of exponentials · weights along `axis`, kept."""
+        if axis == SAMPLES:
+            return torch.bmm(weights, self.exponentials.mT).mT
+        return torch.bmm(weights.mT, self.twin)
+
 
 class Tape:
-    """Vectors made from vectors; recorded if `needs` says which gradients are wanted."""
+    """Vectors made from vectors; recorded if `needs` and `slopes` say which gradients are wanted."""
 
-    def __init__(self, inputs: Inputs, scratch: Scratch, needs: Needs | None = None) -> None:
+    def __init__(
+        self, inputs: Inputs, scratch: Scratch, needs: Needs | None = None, slopes: Slopes | None = None
+    ) -> None:
+        self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
+        self._given = inputs.x
         self._x = scratch.load(inputs.x)
         self._features = None if inputs.features is None else scratch.load(inputs.features)
         self._gone = inputs.log_q0 == -torch.inf
-        self._coefficients = inputs.coefficients
         self._needs = needs
+        self._slopes = slopes
         self._scratch = scratch
-        self._buffer = scratch.take() if needs is None else None  # one for all sweeps, where none is kept
-        self._spare: Tensor | None = None
         self._shared: dict[tuple[int, int], _Shared] = {}
         self._back: list[Callable[[], None]] = []
         self.log_p0 = Vector(inputs.log_p0, FEATURES)
         self.log_q0 = Vector(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
-        if needs is not None:
-            self._d_coefficients = torch.zeros_like(inputs.coefficients)
+        self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
+        self._spread = math.inf  # how far X reaches below it
+        self._masked = True
+        if inputs.modules.eager:
+            self._peak = self._x.amax(SAMPLES, keepdim=True)
+            self._x = torch.sub(self._x, self._peak, out=scratch.take() if self._x is inputs.x else self._x)
+            self._spread = -float(self._x.amin())
+            self._masked = bool(self._gone.any())
+        self._buffer = scratch.take() if needs is None else None  # one for all sweeps, where none is kept
+        self._spare = scratch.take()
 
     def module(self, index: int) -> list[Coefficient]:
         """The coefficients of a module, by row."""
-        return [Coefficient(value, row, index) for row, value in enumerate(self._coefficients[:, index].unbind())]
+        return [Coefficient(value, row, index) for row, value in enumerate(self._modules[index])]
 
     def zeros_like(self, vector: Vector) -> Vector:
         return Vector(torch.zeros_like(vector.value), vector.axis)
@@ -78,7 +95,7 @@ class Tape:
     def combine(self, *terms: tuple[Coefficient | float, Vector]) -> Vector:
         """Σ coefficient · vector, of vectors along the same axis."""
         (first, vector), *others = terms
-        value = vector.value * _number(first)
+        value = vector.value if first == 1.0 else vector.value * _number(first)
         for factor, vector in others:
             value = _add_scaled(value, vector.value, _number(factor))
         result = Vector(value, vector.axis)
@@ -89,7 +106,7 @@ class Tape:
             for factor, vector in terms:
                 vector.add_grad(result.grad, _number(factor))
                 if isinstance(factor, Coefficient):
-                    self._add_slope(factor, result.grad, vector.value)
+                    self._add_slope(factor, lambda grad=result.grad, value=vector.value: (grad * value).sum())
 
         return self._record(result, back)
 
@@ -114,42 +131,45 @@ class Tape:
         is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Looking at values
         stalls a device other than the CPU, and a trace cannot branch on them: those do without.
         """
-        y = self._scratch.take()
-        if y is None or self._x.device.type != 'cpu':
+        if self._peak is None or not self._spread * float(scale.value) < exponent_limit(self._x.dtype):
             return
-        torch.mul(self._x, scale.value, out=y)
-        top = y.amax(SAMPLES, keepdim=True)
-        # Two thirds of the way to underflow: what then still vanishes beside the largest term is below rounding.
-        if float(y.sub_(top).amin()) > 0.67 * math.log(torch.finfo(y.dtype).tiny):
-            self._shared[scale.row, scale.module] = _Shared(y.exp_(), top, scale, [], [])
+        exponentials, out = torch.mul(self._x, scale.value, out=self._scratch.buffer()).exp_(), self._scratch.buffer()
+        twin, top = out.mT.view(out.shape), self._peak * scale.value
+        if self._given.is_contiguous():
+            # What was given lies like this already; the scale as a row, see `_sweep`.
+            row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
+            torch.addcmul(-top, self._given, row, out=twin).exp_()
+        else:
+            twin.copy_(exponentials)
+        self._shared[scale.row, scale.module] = _Shared(exponentials, twin, top, scale, [], [])
 
     def lse(self, scale: Coefficient, vector: Vector) -> Vector:
         """LSE(scale · X + vector) along the vector's axis: a vector along the other."""
         shared = self._shared.get((scale.row, scale.module))
         if shared is not None:
             return self._shared_lse(shared, vector)
-        exponentials, top, total = self._sweep(scale, vector)
-        result = Vector(total.log() + top, 3 - vector.axis)
+        exponentials, total, shift = self._sweep(scale, vector)
+        result = Vector(total.log() + shift, 3 - vector.axis)
 
         def back() -> None:
             if result.grad is not None:
-                self._sweep_back(torch.mul(exponentials, result.grad / total, out=self._spare), scale, vector)
+                logits_grad = torch.mul(exponentials, result.grad / total, out=self._spare)
+                # Softmaxes sum to one.
+                row_sums = result.grad if vector.axis == SAMPLES else None
+                self._sweep_back(logits_grad, scale, vector, row_sums)
 
         return self._record(result, back)
 
     def _shared_lse(self, shared: _Shared, vector: Vector) -> Vector:
-        if self._spare is None:
-            self._spare = self._scratch.take() if self._buffer is None else self._buffer
         weights, shift = self._shared_weights(shared, vector)
-        total = torch.mul(shared.exponentials, weights, out=self._spare).sum(vector.axis, keepdim=True)
+        total = shared.sum(weights, vector.axis)
         result = Vector(total.log() + shift, 3 - vector.axis)
 
         def back() -> None:
             if result.grad is None:
                 return
             grad = result.grad / total
-            pulled = torch.mul(shared.exponentials, grad, out=self._spare).sum(3 - vector.axis, keepdim=True)
-            vector.add_grad(pulled, weights)
+            vector.add_grad(shared.sum(grad, 3 - vector.axis), weights)
             left, right = (grad, weights) if vector.axis == SAMPLES else (weights, grad)
             shared.left.append(left)
             shared.right.append(right)
@@ -159,7 +179,7 @@ class Tape:
     def _shared_weights(self, shared: _Shared, vector: Vector) -> tuple[Tensor, Tensor]:
         """What E is weighted with in a sweep, largest one, and what the logarithm of the sum lacks."""
         if vector.axis == SAMPLES:
-            values = vector.value.masked_fill(self._gone, -torch.inf)
+            values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
             return (values - largest).exp_(), shared.top + largest
         values = vector.value + shared.top
@@ -168,35 +188,44 @@ class Tape:
 
     def pool(self, scale: Coefficient, vector: Vector) -> Tensor:
         """(b, D, 1) features averaged by softmax_n(scale · X + vector)."""
-        weights, _, total = self._sweep(scale, vector)
         features = self._x if self._features is None else self._features
-        return torch.mul(weights, features, out=self._scratch.over(weights)).sum(SAMPLES, keepdim=True) / total
+        shared = self._shared.get((scale.row, scale.module))
+        if shared is None:
+            weights, total, _ = self._sweep(scale, vector)
+            pooled = torch.mul(weights, features, out=self._scratch.over(weights)).sum(SAMPLES, keepdim=True) / total
+        else:
+            weights, _ = self._shared_weights(shared, vector)
+            products = torch.mul(shared.exponentials, features, out=self._spare)
+            pooled = torch.bmm(weights, products.mT).mT / shared.sum(weights, SAMPLES)
+        return pooled if self._features is not None or self._peak is None else pooled + self._peak
 
     def gradients(self, scale: Coefficient, vector: Vector, grad: Tensor) -> Gradients:
         """The gradients of everything that led to `pool(scale, vector)`, whose own is `grad` (b, D, 1)."""
         assert self._needs is not None
-        weights, _, total = self._sweep(scale, vector)
+        needs, spare = self._needs, self._scratch.buffer()
+        self._spare = spare
+        weights, total, _ = self._sweep(scale, vector)
         features = self._x if self._features is None else self._features
-        grad = grad / total
-        d_features = torch.mul(weights, grad, out=self._scratch.buffer())
-        self._spare = self._scratch.buffer()
-        mean = torch.mul(d_features, features, out=self._spare).sum(SAMPLES, keepdim=True)
-        logits_grad = torch.addcmul(-mean / total, features, grad, out=self._spare).mul_(weights)
+        mean = torch.mul(weights, features, out=spare).sum(SAMPLES, keepdim=True) / total
+        d_features = weights.mul_(grad / total)
+        logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
         self._dx = None
-        if self._needs.x:
-            self._dx = d_features if self._features is None else weights.zero_()
-        self._sweep_back(logits_grad, scale, vector)
+        if needs.x:
+            self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
+        self._sweep_back(logits_grad, scale, vector, None)
         for back in reversed(self._back):
             back()
         for shared in self._shared.values():
             self._add_shared(shared)
         return Gradients(
-            d_features if self._features is not None and self._needs.features else None,
+            d_features if self._features is not None and needs.features else None,
             self._dx,
-            torch.zeros_like(self.log_p0.value) if self.log_p0.grad is None else self.log_p0.grad,
-            torch.zeros_like(self.log_q0.value) if self.log_q0.grad is None else self.log_q0.grad,
-            self._d_coefficients,
+            self._grad_of(self.log_p0) if needs.log_p0 else None,
+            self._grad_of(self.log_q0) if needs.log_q0 else None,
         )
+
+    def _grad_of(self, vector: Vector) -> Tensor:
+        return torch.zeros_like(vector.value) if vector.grad is None else vector.grad
 
     def _record(self, result: Vector, back: Callable[[], None]) -> Vector:
         if self._needs is not None:
@@ -204,42 +233,75 @@ class Tape:
         return result
 
     def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(scale · X + vector - top), the maximum `top` and the sum along the vector's axis."""
+        """exp(scale · X + vector - shift), their sum along the vector's axis and the shift, a vector along the other."""
         out = self._scratch.take() if self._buffer is None else self._buffer
         shared = self._shared.get((scale.row, scale.module))
         if shared is not None:
             weights, shift = self._shared_weights(shared, vector)
             y = torch.mul(shared.exponentials, weights, out=out)
-            return y, shift, y.sum(vector.axis, keepdim=True)
+            return y, y.sum(vector.axis, keepdim=True), shift
+        top = None if self._peak is None else self._peak * scale.value
         if vector.axis == SAMPLES:
+            values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
+            largest = values.amax(SAMPLES, keepdim=True)
             # The scale as a row: beside a vector that is constant along the contiguous axis a second constant would
             # not be vectorised.
             row = scale.value.expand(1, self._x.shape[1], 1).contiguous()
-            y = torch.addcmul(vector.value.masked_fill(self._gone, -torch.inf), self._x, row, out=out)
+            y = torch.addcmul(values - largest, self._x, row, out=out)
+            shift = largest if top is None else largest + top
         else:
-            y = torch.addcmul(vector.value, self._x, scale.value, out=out)
-        return exponentials(y, vector.axis, self._scratch)
+            values = vector.value if top is None else vector.value + top
+            shift = values.amax(FEATURES, keepdim=True)
+            y = torch.addcmul(values - shift, self._x, scale.value, out=out)
+        y, total, top = exponentials(y, vector.axis, self._scratch, self._bounded(scale, vector))
+        return y, total, shift if top is None else shift + top
 
-    def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector) -> None:
+    def _bounded(self, scale: Coefficient, vector: Vector) -> bool:
+        """Whether the sums of a sweep can neither over- nor underflow without the maximum of their exponents.
+
+        A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
+        vector's spread of zero, unless it is masked; along the features, where the vector has its maximum.
+        """
+        if self._peak is None:
+            return False
+        exponent = 0.0
+        if vector.axis == SAMPLES:
+            exponent += float(vector.value.amax() - vector.value.amin())
+        if vector.axis == FEATURES or self._masked:
+            exponent += float(scale.value) * self._spread
+        return exponent < exponent_limit(self._x.dtype)
+
+    def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector, row_sums: Tensor | None) -> None:
+        """Back through a sweep; `row_sums` (b, D, 1) of the logits' gradient, None for zero or along the features."""
         if self._dx is not None:
             self._dx.addcmul_(logits_grad, scale.value)
-        self._add_slope(scale, logits_grad, self._x)
-        vector.add_grad(logits_grad.sum(3 - vector.axis, keepdim=True))
+        moved = logits_grad.sum(3 - vector.axis, keepdim=True)
+        vector.add_grad(moved)
+        self._add_slope(scale, lambda: inner(logits_grad, self._x))
+        self._add_peak_slope(scale, moved if vector.axis == FEATURES else row_sums)
 
     def _add_shared(self, shared: _Shared) -> None:
         """Add up the gradients of all sweeps of one scale."""
-        assert self._spare is not None
         if shared.left:
-            torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=self._spare.mT)
-            self._spare.mul_(shared.exponentials)
+            spare = self._spare
+            assert spare is not None
+            torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=spare.mT)
+            spare.mul_(shared.exponentials)
             if self._dx is not None:
-                self._dx.addcmul_(self._spare, shared.scale.value)
-            self._add_slope(shared.scale, self._spare, self._x)
+                self._dx.addcmul_(spare, shared.scale.value)
+            self._add_slope(shared.scale, lambda: inner(spare, self._x))
+            self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
 
-    def _add_slope(self, factor: Coefficient, grad: Tensor, values: Tensor) -> None:
-        assert self._needs is not None
-        if self._needs.coefficients:
-            self._d_coefficients[factor.row, factor.module] += inner(grad, values)
+    def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
+        assert self._slopes is not None
+        if self._slopes.wanted:
+            self._slopes.add(factor.row, factor.module, slope())
+
+    def _add_peak_slope(self, scale: Coefficient, row_sums: Tensor | None) -> None:
+        """The part of a scale's slope that X lacks by its peaks."""
+        peak = self._peak
+        if peak is not None and row_sums is not None:
+            self._add_slope(scale, lambda: (row_sums * peak).sum())
 
 
 def _number(factor: Coefficient | float) -> Tensor | float:
