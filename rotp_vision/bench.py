@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
 LOCAL_SHAPES = ((64, 112, 112),)  # of maps that are pooled by WINDOWS
-WINDOWS = {'kernel_size': 3, 'stride': 2, 'padding': 1}
+WINDOWS: dict[str, Any] = {'kernel_size': 3, 'stride': 2, 'padding': 1}
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
 # How far the Triton kernels may be from float64, relative to the largest entry; besides that the rounding of the dtype,
 # and a few times what the torch backend is off itself (gradients of weights are sums in which much cancels).

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import INPUTS, connect
+from rotp_vision.core.ops import INPUTS, Pair, define
 
 MAX_SAMPLES = 256  # a tile holds all samples of a set
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -118,23 +118,13 @@ def _register(name: str, kernels: Callable[..., Launches], num_launches: Callabl
         vectors = (x.new_empty(v.shape, dtype=torch.float32) for v in (log_p0, log_q0, coefficients))
         return *(x.new_empty(0) if d is None else d for d in make_maps(features, x, needs)), *vectors
 
-    op = torch.library.custom_op(
-        f'rotp_vision::triton_{name}',
-        run_forward,
-        mutates_args=(),
-        schema=f'({INPUTS}{options}) -> (Tensor, Tensor, Tensor)',
-    )
-    op_backward = torch.library.custom_op(
-        f'rotp_vision::triton_{name}_backward',
-        run_backward,
-        mutates_args=(),
-        schema=f'(Tensor grad, {INPUTS}, Tensor rows, Tensor columns, bool[] needs{options}) '
+    define(
+        f'triton_{name}',
+        Pair(run_forward, run_backward, fake_forward, fake_backward),
+        f'({INPUTS}{options}) -> (Tensor, Tensor, Tensor)',
+        f'(Tensor grad, {INPUTS}, Tensor rows, Tensor columns, bool[] needs{options}) '
         '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     )
-    op.register_fake(fake_forward)
-    op_backward.register_fake(fake_backward)
-
-    connect(op, op_backward, f'triton_{name}')
 
 
 def _local_badmm(coefficients: Tensor, quadratic: bool) -> Launches:
@@ -192,21 +182,13 @@ def _register_local(
         return d_x, x.new_empty(coefficients.shape, dtype=torch.float32)
 
     inputs, chosen = 'Tensor x, Tensor coefficients', f'SymInt[] windows, str view, float floor{options}'
-    op = torch.library.custom_op(
-        f'rotp_vision::triton_local_{name}',
-        run_forward,
-        mutates_args=(),
-        schema=f'({inputs}, {chosen}) -> (Tensor, Tensor)',
+    define(
+        f'triton_local_{name}',
+        Pair(run_forward, run_backward, fake_forward, fake_backward),
+        f'({inputs}, {chosen}) -> (Tensor, Tensor)',
+        f'(Tensor grad, {inputs}, Tensor saved, bool[] needs, {chosen}) -> (Tensor, Tensor)',
+        num_inputs=2,
     )
-    op_backward = torch.library.custom_op(
-        f'rotp_vision::triton_local_{name}_backward',
-        run_backward,
-        mutates_args=(),
-        schema=f'(Tensor grad, {inputs}, Tensor saved, bool[] needs, {chosen}) -> (Tensor, Tensor)',
-    )
-    op.register_fake(fake_forward)
-    op_backward.register_fake(fake_backward)
-    connect(op, op_backward, f'triton_local_{name}', num_inputs=2)
 
 
 _register('badmm_pool', _badmm, _badmm_launches, ', bool quadratic')

@@ -31,12 +31,6 @@ def test_needs_a_gpu():
         pool()
 
 
-def test_needs_triton(monkeypatch):
-    monkeypatch.setattr(triton_ops, 'INSTALLED', False)
-    with pytest.raises(ValueError, match='pip install triton'):
-        pool()
-
-
 @pytest.mark.parametrize(
     ('message', 'options'),
     [
