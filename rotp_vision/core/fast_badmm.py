@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials, inner
+from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -117,10 +117,11 @@ class _Chunk:
     def _bound(self, inputs: Inputs) -> None:
         """Shift X to a maximum of zero in every row if then all sums of exponentials are within bounds.
 
-        With R the spread of X and F a bound on |M - Z/ρ|, as no entry of a plan exceeds its prior: a column's sum
-        varies by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and the
-        spread of log q0 further. A row has its maximum somewhere, so its sum is between exp(F) times this and N exp(F),
-        unless the maximum is masked; u is as far from the spread of log p0, and what it adds to a column is damped by κ.
+        Let R be the spread of X and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
+        by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
+        the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F),
+        unless the maximum is masked. So far goes u, and the spread of log p0 further, and what it adds to a column is
+        damped by κ.
         """
         peak = self.x.amax(2, keepdim=True)
         gone = self.log_q0 == -torch.inf
@@ -181,7 +182,7 @@ class _Chunk:
         plan = torch.mul(exponentials, scale, out=self._plan)
         slopes.add(FORCE + self.quadratic, k, self.structure.back(dm, plan, module.structure, applied, out))
         if module.roughness is not None:
-            slopes.add(FORCE, k, -inner(dm, plan))
+            slopes.add(FORCE, k, -self.scratch.inner(dm, plan))
             out.addcmul_(dm, module.roughness)
         return out.mul_(exponentials)
 
@@ -270,7 +271,7 @@ def _backward(
         if dx is not None:
             dx.addcmul_(dy, step.beta)
         if slopes.wanted:
-            slopes.add(BETA, k, inner(dy, x))
+            slopes.add(BETA, k, scratch.inner(dy, x))
         if chunk.forced:
             dm = scratch.buffer().copy_(dy) if dm is None else dm.add_(dy)
         if k == 0:
@@ -286,7 +287,7 @@ def _backward(
             break
         if slopes.wanted:
             assert module.dual is not None
-            slopes.add(RHO, k, inner(dy, module.dual) * step.minus_step.square())
+            slopes.add(RHO, k, scratch.inner(dy, module.dual) * step.minus_step.square())
         if dz is None:
             dz = torch.mul(dy, step.minus_step, out=scratch.buffer())
         else:
@@ -313,7 +314,7 @@ def _backward(
         if dx is not None:
             dx.addcmul_(dt, before.kappa_beta)
         if slopes.wanted:
-            slope = inner(dt, x)
+            slope = scratch.inner(dt, x)
             slopes.add(BETA, k - 1, before.kappa * slope)
             slopes.add(KAPPA, k - 1, before.beta * slope)
             slopes.add(KAPPA, k - 1, torch.dot(du.view(-1), u.view(-1)))
@@ -329,7 +330,7 @@ def _backward(
         if dm is not None:
             dm.add_(dt)
             if forces is not None:
-                slopes.add(KAPPA, k - 1, inner(dm, forces))
+                slopes.add(KAPPA, k - 1, scratch.inner(dm, forces))
                 dm.mul_(before.kappa)
             scale = p.scale / before.rho
             chunk.pull(dm, k - 1, p.exponentials, scale, from_p, slopes, spare)

@@ -50,7 +50,7 @@ def _backward(
     return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner), grad)
 
 
-register('sinkhorn_pool', _forward, _backward, ', int num_inner')
+register('sinkhorn_pool', _forward, _backward, ', int num_inner', enlarge=2)
 
 
 def sinkhorn_pool(

@@ -88,7 +88,14 @@ def scalars(x: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modu
     return Modules([column.unbind() for column in coefficients.unbind(1)], eager)
 
 
-def register(name: str, forward: Forward, backward: Backward, options: str = '', prepare: Prepare = scalars) -> None:
+def register(
+    name: str,
+    forward: Forward,
+    backward: Backward,
+    options: str = '',
+    prepare: Prepare = scalars,
+    enlarge: int = 1,
+) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
     The operator takes log_p0 (B, D) and log_q0 (B, N).
@@ -99,6 +106,7 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '',
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
+        enlarge: how many times larger a chunk may be, see `chunks`.
     """
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
@@ -109,7 +117,7 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '',
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x):
+            for rows, scratch in chunks(x, enlarge):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
@@ -126,7 +134,7 @@ def register(name: str, forward: Forward, backward: Backward, options: str = '',
         slopes = Slopes(coefficients, wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x):
+            for rows, scratch in chunks(x, enlarge):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements of one plan-sized buffer, on CPU for each thread: a chunk's handful of buffers should stay in the cache.
-# Elsewhere the limit only bounds the memory that backward needs besides what was saved.
+# Elements of one plan-sized buffer. On CPU, and there for each thread, a chunk's handful of buffers should stay in the
+# cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
 CHUNK_ELEMENTS_ELSEWHERE = 2**23
 
@@ -22,12 +22,14 @@ class Scratch:
         self.like = like  # (B, D, N): dtype, device, D and N
         self.num_sets = num_sets
         self._buffers: list[Tensor] = []
+        self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken = 0
 
     def start(self, num_sets: int) -> None:
         """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
         self._taken = 0
         self._current = num_sets
+        self._flat.clear()
 
     def take(self) -> Tensor | None:
         """A (b, D, N) buffer with anything in it, for `out=`."""
@@ -48,6 +50,16 @@ class Scratch:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
 
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Sum of a · b over everything; both (b, D, N) with contiguous features."""
+        return torch.dot(self._flattened(a), self._flattened(b))
+
+    def _flattened(self, values: Tensor) -> Tensor:
+        # Remembered for the chunk: making the view costs as much as a small operation.
+        if id(values) not in self._flat:
+            self._flat[id(values)] = values, values.mT.view(-1)
+        return self._flat[id(values)][1]
+
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
         if values.dtype == self.like.dtype and values.mT.is_contiguous():
@@ -56,11 +68,14 @@ class Scratch:
         return values if buffer is None else buffer.copy_(values)
 
 
-def chunks(x: Tensor) -> Iterator[tuple[slice, Scratch]]:
-    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
+def chunks(x: Tensor, enlarge: int) -> Iterator[tuple[slice, Scratch]]:
+    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it.
+
+    On CPU a solver with few buffers and many small operations may `enlarge` its chunks.
+    """
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     if x.device.type == 'cpu':
-        limit *= torch.get_num_threads()
+        limit *= enlarge * torch.get_num_threads()
     size = min(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])))
     scratch = Scratch(x, size)
     for start in range(0, x.shape[0], size or 1):
@@ -77,11 +92,6 @@ class NoScratch(Scratch):
 
     def over(self, values: Tensor) -> None:
         return None
-
-
-def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a · b over everything; both (b, D, N) with contiguous features."""
-    return torch.dot(a.mT.view(-1), b.mT.view(-1))
 
 
 def exponentials(y: Tensor, dim: int, scratch: Scratch, bounded: bool) -> tuple[Tensor, Tensor, Tensor | None]:

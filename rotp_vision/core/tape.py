@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials, inner
+from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -233,7 +233,7 @@ class Tape:
         return result
 
     def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(scale · X + vector - shift), their sum along the vector's axis and the shift, a vector along the other."""
+        """exp(scale · X + vector - shift), their sum along the vector's axis, and the shift."""
         out = self._scratch.take() if self._buffer is None else self._buffer
         shared = self._shared.get((scale.row, scale.module))
         if shared is not None:
@@ -277,7 +277,7 @@ class Tape:
             self._dx.addcmul_(logits_grad, scale.value)
         moved = logits_grad.sum(3 - vector.axis, keepdim=True)
         vector.add_grad(moved)
-        self._add_slope(scale, lambda: inner(logits_grad, self._x))
+        self._add_slope(scale, lambda: self._scratch.inner(logits_grad, self._x))
         self._add_peak_slope(scale, moved if vector.axis == FEATURES else row_sums)
 
     def _add_shared(self, shared: _Shared) -> None:
@@ -289,7 +289,7 @@ class Tape:
             spare.mul_(shared.exponentials)
             if self._dx is not None:
                 self._dx.addcmul_(spare, shared.scale.value)
-            self._add_slope(shared.scale, lambda: inner(spare, self._x))
+            self._add_slope(shared.scale, lambda: self._scratch.inner(spare, self._x))
             self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
 
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:

@@ -107,7 +107,7 @@ def test_memory_formats_and_chunks(operator, monkeypatch):
     tensors = leaves(operator, 5, 8, 6)
     expected = results(operator, tensors, 'torch')
     tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
-    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 2 * 8 * 6)  # two sets, two sets, one
+    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)  # a set for each thread and size of chunk
     got = results(operator, tensors, 'torch')
     assert got['x'].stride() == tensors['x'].stride()
     for name, value in expected.items():
