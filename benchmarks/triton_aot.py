@@ -36,15 +36,17 @@ VECTORS = {
     'log_prior_d', 'log_prior_n', 'coefficients', 'rows', 'columns', 'parts', 'd_columns', 'd_log_p0', 'slopes',
     'saved', 'd_windows', 'buffer',
 }  # fmt: skip
-# How many entries the tuples of a kernel have, and which of them is the stride of one: of contiguous maps, and of
+# How many entries the tuples of a kernel have, and which of them are one, hence constants: of contiguous maps, and of
 # channels_last.
 SETS = {
-    'grad_strides': (2, 1, 1), 'prior_d_strides': (2, 1, 1), 'prior_n_strides': (2, 1, 1),
-    'features_strides': (3, 2, 1), 'x_strides': (3, 2, 1), 'd_features_strides': (3, 2, 1), 'd_x_strides': (3, 2, 1),
+    'grad_strides': (2, [1], [1]), 'prior_d_strides': (2, [1], [1]), 'prior_n_strides': (2, [1], [1]),
+    'features_strides': (3, [2], [1]), 'x_strides': (3, [2], [1]), 'd_features_strides': (3, [2], [1]),
+    'd_x_strides': (3, [2], [1]),
 }  # fmt: skip
 WINDOWS = {
-    'geometry': (11, None, None), 'x_strides': (4, 3, 1), 'pooled_strides': (4, 3, 1), 'grad_strides': (4, 3, 1),
-    'd_x_strides': (4, 3, 1), 'buffer_strides': (4, 2, 3), 'spacing': (7, 3, 1),
+    'geometry': (11, [9, 10], [9, 10]), 'x_strides': (4, [3], [1]), 'pooled_strides': (4, [3], [1]),
+    'grad_strides': (4, [3], [1]), 'd_x_strides': (4, [3], [1]), 'buffer_strides': (4, [2], [3]),
+    'spacing': (7, [3], [1]),
 }  # fmt: skip
 LAYOUTS = ('contiguous', 'channels_last')
 
@@ -56,7 +58,7 @@ class Kernel(NamedTuple):
     tile: str
     function: Any
     constants: dict[str, Any]
-    tuples: dict[str, tuple[int, int | None, int | None]]
+    tuples: dict[str, tuple[int, list[int], list[int]]]
     num_warps: int = NUM_WARPS
     dtypes: tuple[str, ...] = ('fp32',)  # another dtype is the same code but for the conversions
 
@@ -124,10 +126,9 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: str, layout: str) -> Any:
             values[i,] = constants[name]
         elif name in kernel.tuples:
             size, *ones = kernel.tuples[name]
-            one = ones[LAYOUTS.index(layout)]
-            signature[name] = tuple('constexpr' if j == one else 'i32' for j in range(size))
-            if one is not None:
-                values[i, one] = 1
+            fixed = ones[LAYOUTS.index(layout)]
+            signature[name] = tuple('constexpr' if j in fixed else 'i32' for j in range(size))
+            values |= {(i, j): 1 for j in fixed}
         else:
             kinds = {'floor': 'fp32'} | dict.fromkeys(MAPS, f'*{dtype}') | dict.fromkeys(VECTORS, '*fp32')
             signature[name] = kinds.get(name, 'i32')

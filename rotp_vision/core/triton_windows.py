@@ -162,7 +162,6 @@ def gather_windows(
     else:
         pixel, c = i % (H * W), i // (H * W)
     h, w = pixel // W, pixel % W
-    buffer += b * buffer_b
     total = tl.full((BLOCK,), 0.0, tl.float32)
     for tap_h in tl.static_range(KH):
         for tap_w in tl.static_range(KW):
@@ -170,8 +169,8 @@ def gather_windows(
             row, column = above // stride_h, before // stride_w
             covers = exists & (above >= 0) & (before >= 0) & (row < out_h) & (column < out_w)
             covers &= (row * stride_h == above) & (column * stride_w == before)
-            at = (tap_h * KW + tap_w) * buffer_tap + (row * out_w + column) * buffer_w + c * buffer_c
-            total += tl.load(buffer + at, mask=covers, other=0.0)
+            taps = buffer + (b * buffer_b + (tap_h * KW) * buffer_tap + tap_w * buffer_tap)  # in int64, as b is
+            total += tl.load(taps + ((row * out_w + column) * buffer_w + c * buffer_c), mask=covers, other=0.0)
     tl.store(d_x + b * d_x_b + (c * d_x_c + h * d_x_h + w * d_x_w), total.to(d_x.dtype.element_ty), mask=exists)
 
 
@@ -244,12 +243,12 @@ def store_windows(
     """Gradients of the taps to where `launch_windows_backward` says."""
     b, row, column, own, c, has_c = place
     at_image, at_channel, at_row, at_column, at_i, at_j, first = spacing
-    pointer += b * at_image + first
+    at = row * at_row + column * at_column
     for i in tl.static_range(KH):
         for j in tl.static_range(KW):
-            at = row * at_row + column * at_column + (i * at_i + j * at_j)
+            start = pointer + (b * at_image + first + i * at_i + j * at_j)  # in int64, as b is
             exists = own & inside[i * KW + j]
-            _store_tile(pointer, taps[i * KW + j], at, c * at_channel, exists, has_c, CHANNELS_LAST)
+            _store_tile(start, taps[i * KW + j], at, c * at_channel, exists, has_c, CHANNELS_LAST)
 
 
 @triton.jit
