@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time for GPUs that need not be here; a table of what each takes.
 
-    python benchmarks/triton_aot.py [--targets sm_80 gfx942] [--quick]
+    python benchmarks/triton_aot.py [--targets sm_80 gfx942] [--quick] [--output benchmarks/TRITON.md]
 
 Registers, spilled bytes and shared memory are those of the compiled kernel (`cuobjdump` of the triton wheel for NVIDIA,
 the metadata of the code object for AMD). Launches and bytes are counted, not measured: nothing here says how fast a
@@ -12,6 +12,7 @@ import itertools
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotp_vision.core import triton_badmm, triton_sinkhorn
-from rotp_vision.core.triton_tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, launch_options
+from rotp_vision.core import triton_badmm, triton_local, triton_sinkhorn, triton_windows
+from rotp_vision.core.triton_tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
 
 TARGETS = {
     'sm_80': GPUTarget('cuda', 80, 32),
@@ -33,21 +34,33 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / 'bin' / 'cuobjdump'
 MAPS = {'grad', 'features', 'x_map', 'pooled', 'd_features', 'd_x'}  # pointers in the dtype of the features
 VECTORS = {
     'log_prior_d', 'log_prior_n', 'coefficients', 'rows', 'columns', 'parts', 'd_columns', 'd_log_p0', 'slopes',
+    'saved', 'd_windows', 'buffer',
 }  # fmt: skip
-SAMPLES_FIRST = ('features_n', 'x_n', 'd_features_n', 'd_x_n')  # the strides of one of a contiguous map
-CHANNELS_LAST = ('features_d', 'x_d', 'd_features_d', 'd_x_d')
+# How many entries the tuples of a kernel have, and which of them are one, hence constants: of contiguous maps, and of
+# channels_last.
+SETS = {
+    'grad_strides': (2, [1], [1]), 'prior_d_strides': (2, [1], [1]), 'prior_n_strides': (2, [1], [1]),
+    'features_strides': (3, [2], [1]), 'x_strides': (3, [2], [1]), 'd_features_strides': (3, [2], [1]),
+    'd_x_strides': (3, [2], [1]),
+}  # fmt: skip
+WINDOWS = {
+    'geometry': (11, [9, 10], [9, 10]), 'x_strides': (4, [3], [1]), 'pooled_strides': (4, [3], [1]),
+    'grad_strides': (4, [3], [1]), 'd_x_strides': (4, [3], [1]), 'buffer_strides': (4, [2], [3]),
+    'spacing': (7, [3], [1]),
+}  # fmt: skip
+LAYOUTS = ('contiguous', 'channels_last')
 
 
 class Kernel(NamedTuple):
-    """A kernel with its flags: one row of the table per layout and size."""
+    """A kernel with its constants, as a launch has them."""
 
     name: str
+    tile: str
     function: Any
-    flags: dict[str, bool]
-    elements: int  # of a tile
-
-    def label(self) -> str:
-        return ' '.join([self.name, *(flag for flag in ('FIRST', 'LAST', 'SAME') if self.flags.get(flag))])
+    constants: dict[str, Any]
+    tuples: dict[str, tuple[int, list[int], list[int]]]
+    num_warps: int = NUM_WARPS
+    dtypes: tuple[str, ...] = ('fp32',)  # another dtype is the same code but for the conversions
 
 
 SOLVERS = {
@@ -55,37 +68,72 @@ SOLVERS = {
     'badmm-q': (triton_badmm.badmm_forward, triton_badmm.badmm_backward, {'QUADRATIC': True}),
     'sinkhorn': (triton_sinkhorn.sinkhorn_forward, triton_sinkhorn.sinkhorn_backward, {}),
 }
+LOCAL_SOLVERS = {
+    'badmm-e': (triton_local.local_badmm_forward, triton_local.local_badmm_backward, {'QUADRATIC': False}),
+    'badmm-q': (triton_local.local_badmm_forward, triton_local.local_badmm_backward, {'QUADRATIC': True}),
+    'sinkhorn': (triton_local.local_sinkhorn_forward, triton_local.local_sinkhorn_backward, {}),
+}
+# Windows' size, channels, views. The view 'rms' holds most; fewer taps or channels than these take the same tiles.
+LOCAL_CASES = ((3, 64, ('identity', 'rms', 'log')), (3, 256, ('rms',)), (2, 64, ('rms',)))
 
 
-def kernels() -> list[Kernel]:
-    """Every kernel and combination of flags that the launchers use, but for those that leave a store out."""
-    found = []
+def global_kernels(sizes: tuple[int, ...]) -> Iterator[Kernel]:
+    """Every kernel for sets and combination of flags that the launchers use, but for those that leave a store out."""
     for name, (forward, backward, flags) in SOLVERS.items():
-        for end, same in itertools.product((False, True), repeat=2):
-            if end or same:  # only the last launch of forward reads the features
-                found.append(Kernel(f'{name} forward', forward, {'LAST': end, 'SAME': same} | flags, FORWARD_ELEMENTS))
+        for end, same, block_n in itertools.product((False, True), (False, True), sizes):
+            dtypes = ('fp32', 'fp16') if block_n == 64 else ('fp32',)
             needs = {'NEED_FEATURES': not same, 'NEED_X': True}
-            both = {'FIRST': end, 'SAME': same} | flags | needs
-            found.append(Kernel(f'{name} backward', backward, both, BACKWARD_ELEMENTS))
-    return found
+            for way, function, elements, more in (
+                ('forward', forward, FORWARD_ELEMENTS, {'LAST': end}),
+                ('backward', backward, BACKWARD_ELEMENTS, {'FIRST': end} | needs),
+            ):
+                if way == 'forward' and not end and not same:
+                    continue  # only the last launch of forward reads the features
+                block_d = elements // block_n
+                constants = {'SAME': same, 'BLOCK_D': block_d, 'BLOCK_N': block_n, 'TILES': MAX_TILES} | more | flags
+                label = ' '.join([name, way, *(flag for flag in ('FIRST', 'LAST', 'SAME') if constants.get(flag))])
+                yield Kernel(label, f'{block_d}×{block_n}', function, constants, SETS, dtypes=dtypes)
 
 
-def compiled(kernel: Kernel, target: GPUTarget, block_n: int, dtype: str, unit_strides: tuple[str, ...]) -> Any:
+def local_kernels(cases: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Iterator[Kernel]:
+    """Every kernel for windows."""
+    for (size, channels, views), (name, (*functions, flags)) in itertools.product(cases, LOCAL_SOLVERS.items()):
+        for function, way in zip(functions, ('forward', 'backward'), strict=True):
+            cut = triton_windows.window_tiling(channels, size**2, way == 'backward')
+            shape = {'KH': size, 'KW': size, 'BLOCK_W': cut.block_w, 'BLOCK_C': cut.block_c}
+            for view in views:
+                constants = shape | {'VIEW': view} | flags | ({'NEED_X': True} if way == 'backward' else {})
+                label, tile = f'local {size}×{size} {name} {way} {view}', f'{cut.block_w}×{cut.block_c}'
+                dtypes = ('fp32', 'fp16') if view == 'identity' else ('fp32',)
+                yield Kernel(label, tile, function, constants, WINDOWS, cut.num_warps, dtypes)
+    block = triton_windows.GATHER_BLOCK
+    for size in sorted({size for size, _, _ in cases}):
+        constants = {'KH': size, 'KW': size, 'BLOCK': block}
+        label = f'local {size}×{size} gather'
+        yield Kernel(label, str(block), triton_windows.gather_windows, constants, WINDOWS, dtypes=('fp32', 'fp16'))
+
+
+def compiled(kernel: Kernel, target: GPUTarget, dtype: str, layout: str) -> Any:
     """The kernel as a launch on such a map would have it compiled."""
-    constants: dict[str, Any] = dict(kernel.flags)
-    constants |= {'BLOCK_D': kernel.elements // block_n, 'BLOCK_N': block_n, 'TILES': MAX_TILES}
     names = kernel.function.arg_names
-    constants |= {name: 1 for name in (*unit_strides, 'prior_d_d', 'prior_n_n', 'grad_d') if name in names}
-
-    def type_of(name: str) -> str:
+    constants = dict(kernel.constants)
+    if 'CHANNELS_LAST' in names:
+        constants['CHANNELS_LAST'] = layout == 'channels_last'
+    signature, values = {}, {}
+    for i, name in enumerate(names):
         if name in constants:
-            return 'constexpr'
-        return f'*{dtype}' if name in MAPS else '*fp32' if name in VECTORS else 'i32'
-
-    signature = {name: type_of(name) for name in names}
-    aligned = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names) if signature[name].startswith('*')}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    options = launch_options(amd=target.backend == 'hip')
+            signature[name] = 'constexpr'
+            values[i,] = constants[name]
+        elif name in kernel.tuples:
+            size, *ones = kernel.tuples[name]
+            fixed = ones[LAYOUTS.index(layout)]
+            signature[name] = tuple('constexpr' if j in fixed else 'i32' for j in range(size))
+            values |= {(i, j): 1 for j in fixed}
+        else:
+            kinds = {'floor': 'fp32'} | dict.fromkeys(MAPS, f'*{dtype}') | dict.fromkeys(VECTORS, '*fp32')
+            signature[name] = kinds.get(name, 'i32')
+    aligned = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names) if name in MAPS | VECTORS}
+    options = launch_options(target.backend == 'hip', kernel.num_warps)
     return triton.compile(ASTSource(kernel.function, signature, values, aligned), target=target, options=options)
 
 
@@ -104,44 +152,74 @@ def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
     return used['REG'], used['STACK'] + used['LOCAL'], binary.metadata.shared
 
 
-def traffic(launches: int, dtype_bytes: int) -> tuple[int, int]:
-    """Bytes per element of X moved by forward and by backward where features and plan's view are one.
+def traffic() -> Iterator[str]:
+    """Lines of the tables of launches and bytes per element of X, where features and plan's view are one.
 
-    Every launch reads X; the last of backward writes its gradient. The vectors are a few per cent of that.
+    Every launch for sets reads X; the last of backward writes its gradient. Windows are read tap by tap, of which a
+    cache may serve some; their gradients are written tap by tap and read again by the gather, if windows overlap, and
+    else written where they belong, upon zeros. The vectors are a few per cent of that, but for small C.
     """
-    return launches * dtype_bytes, (launches + 1) * dtype_bytes
+    yield 'Launches, and bytes read and written per element of X in float32, counted:\n'
+    yield '| solver | forward: launches | bytes | backward: launches | bytes |'
+    yield '| --- | --- | --- | --- | --- |'
+    for name, launches in (('badmm-e, badmm-q, T = 4', 4), ('T = 8', 8), ('sinkhorn, K = 4', 5)):
+        yield f'| {name} | {launches} | {4 * launches} | {launches} + 2 small sums | {4 * (launches + 1)} |'
+    for size, stride, vectors in ((3, 2, 3), (3, 1, 3), (2, 2, 3)):
+        windows = 1 / stride**2  # per pixel
+        taps, saved = size**2 * windows, vectors * size**2 * windows / 64
+        overlap = size > stride
+        forward, backward = taps + windows + saved, taps + windows + saved + (2 * taps + 1 if overlap else taps + 1)
+        name = f'local {size}×{size} stride {stride}, C = 64, T = 4'
+        launches = '2 per chunk of images' if overlap else '1 + zeros'
+        yield f'| {name} | 1 | {4 * forward:.1f} | {launches} + 1 small sum | {4 * backward:.1f} |'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=list(TARGETS))
-    parser.add_argument('--quick', action='store_true', help='7×7 maps in float32 only')
+    parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows in float32 only')
+    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over dtypes and layouts')
     args = parser.parse_args()
 
-    sizes = (64,) if args.quick else (16, 64, 256)
-    layouts = {'contiguous': SAMPLES_FIRST, 'channels_last': CHANNELS_LAST}
-    dtypes = ('fp32',) if args.quick else ('fp32', 'fp16')
+    sizes, cases = ((64,), ((3, 64, ('identity',)),)) if args.quick else ((16, 64, 256), LOCAL_CASES)
+    kernels = [*global_kernels(sizes), *local_kernels(cases)]
     print('| target | kernel | tile | dtype | layout | registers | spilled | shared |')
     print('| --- | --- | --- | --- | --- | --- | --- | --- |')
+    most: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     spilling = []
-    for target, kernel, block_n, dtype, layout in itertools.product(args.targets, kernels(), sizes, dtypes, layouts):
-        if dtype == 'fp16' and block_n != 64:
-            continue  # the same code but for the conversions
-        binary = compiled(kernel, TARGETS[target], block_n, dtype, layouts[layout])
-        registers, spilled, shared = resources(binary, TARGETS[target])
-        tile = f'{kernel.elements // block_n}×{block_n}'
-        row = f'| {target} | {kernel.label()} | {tile} | {dtype} | {layout} | {registers} | {spilled} | {shared} |'
-        print(row, flush=True)
-        if spilled and TARGETS[target].backend == 'cuda':
-            spilling.append(row)
-    print('\nLaunches, and bytes moved per element of X in float32 (half of it in float16), counted:\n')
-    print('| solver | forward: launches | bytes | backward: launches | bytes |')
-    print('| --- | --- | --- | --- | --- |')
-    for name, launches in (('badmm-e, badmm-q, T = 4', 4), ('T = 8', 8), ('sinkhorn, K = 4', 5)):
-        forward, backward = traffic(launches, 4)
-        print(f'| {name} | {launches} | {forward} | {launches} + 2 small sums | {backward} |')
+    for target, kernel in itertools.product(args.targets, kernels):
+        for dtype, layout in itertools.product(kernel.dtypes[:1] if args.quick else kernel.dtypes, LAYOUTS):
+            binary = compiled(kernel, TARGETS[target], dtype, layout)
+            used = resources(binary, TARGETS[target])
+            numbers = ' | '.join(map(str, used))
+            row = f'| {target} | {kernel.name} | {kernel.tile} | {dtype} | {layout} | {numbers} |'
+            print(row, flush=True)
+            if used[1] and TARGETS[target].backend == 'cuda':
+                spilling.append(row)
+            of_kernel = most.setdefault((kernel.name, kernel.tile), {})
+            of_kernel[target] = tuple(map(max, used, of_kernel.get(target, used)))
+    print('\n' + '\n'.join(traffic()))
+    if args.output is not None:
+        write(args.output, args.targets, most)
     if spilling:
         raise SystemExit('these kernels spill registers:\n' + '\n'.join(spilling))
+
+
+def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, tuple[int, ...]]]) -> None:
+    lines = [
+        '# The Triton kernels, compiled for GPUs that were not there\n',
+        f'`python benchmarks/triton_aot.py --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
+        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over dtypes and',
+        'layouts. Tiles are features × samples, and windows × channels. Nothing here says how fast a kernel is: no GPU',
+        'has run them yet.\n',
+        f'| kernel | tile | {" | ".join(targets)} |',
+        f'| --- | --- | {" | ".join("---" for _ in targets)} |',
+    ]
+    for (name, tile), used in most.items():
+        lines.append(f'| {name} | {tile} | {" | ".join(", ".join(map(str, used[target])) for target in targets)} |')
+    partial = path.with_suffix('.partial')
+    partial.write_text('\n'.join([*lines, '', *traffic()]) + '\n')
+    partial.replace(path)
 
 
 if __name__ == '__main__':

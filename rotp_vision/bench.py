@@ -10,14 +10,17 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import SOLVERS, Backend, SolverName, triton_ops
-from rotp_vision.layers import GlobalROTPool2d, pool_options
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
+LOCAL_SHAPES = ((64, 112, 112),)  # of maps that are pooled by WINDOWS
+WINDOWS: dict[str, Any] = {'kernel_size': 3, 'stride': 2, 'padding': 1}
 DTYPES = {'float32': torch.float32, 'float16': torch.float16, 'bfloat16': torch.bfloat16}
 # How far the Triton kernels may be from float64, relative to the largest entry; besides that the rounding of the dtype,
 # and a few times what the torch backend is off itself (gradients of weights are sums in which much cancels).
@@ -46,21 +49,24 @@ def run(args: argparse.Namespace) -> None:
     print('| map | solver | average pooling | torch | triton | torch / triton | off float64: torch | triton |')
     print('| --- | --- | --- | --- | --- | --- | --- | --- |')
     speedups, wrong = [], []
-    for shape in SHAPES:
+    for shape, local in [(shape, False) for shape in SHAPES] + [(shape, True) for shape in LOCAL_SHAPES]:
         x = torch.randn(args.batch_size, *shape, device=device, dtype=DTYPES[args.dtype]).relu_()
         if args.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         x.requires_grad_()
-        average = _milliseconds(nn.AdaptiveAvgPool2d(1), x, args.repeats)
+        average = _milliseconds(nn.AvgPool2d(**WINDOWS) if local else nn.AdaptiveAvgPool2d(1), x, args.repeats)
+        windows = ', 3×3 windows, stride 2' if local else ''
         for solver in SOLVERS:
-            label = f'{"×".join(map(str, shape))} | {solver} | {average:.3f}'
-            plain = _milliseconds(_pool(solver, 'torch').to(device), x, args.repeats)
+            label = f'{"×".join(map(str, shape))}{windows} | {solver} | {average:.3f}'
+            plain = _milliseconds(_pool(solver, 'torch', local).to(device), x, args.repeats)
             if missing:
                 print(f'| {label} | {plain:.3f} | – | – | – | – |')
                 continue
-            fast = _milliseconds(_pool(solver, 'triton').to(device), x, args.repeats)
-            right = _results(_pool(solver, 'torch').to(device).double(), x.detach().double().requires_grad_())
-            own, error = (_off(_results(_pool(solver, name).to(device), x), right) for name in ('torch', 'triton'))
+            fast = _milliseconds(_pool(solver, 'triton', local).to(device), x, args.repeats)
+            right = _results(_pool(solver, 'torch', local).to(device).double(), x.detach().double().requires_grad_())
+            own, error = (
+                _off(_results(_pool(solver, name, local).to(device), x), right) for name in ('torch', 'triton')
+            )
             print(f'| {label} | {plain:.3f} | {fast:.3f} | {plain / fast:.2f} | {own:.1e} | {error:.1e} |')
             speedups.append(plain / fast)
             if not error <= AGREEMENT + torch.finfo(x.dtype).eps + OWN_ERRORS * own:  # so is NaN
@@ -84,8 +90,9 @@ def _missing(device: torch.device) -> str | None:
     return None if device.type == 'cuda' or triton_ops.INTERPRETED else 'a GPU'
 
 
-def _pool(solver: SolverName, backend: Backend) -> nn.Module:
-    return GlobalROTPool2d(pool_options(solver, backend=backend))
+def _pool(solver: SolverName, backend: Backend, local: bool) -> nn.Module:
+    options = pool_options(solver, backend=backend)
+    return LocalROTPool2d(options, **WINDOWS) if local else GlobalROTPool2d(options)
 
 
 def _results(pool: nn.Module, x: Tensor) -> dict[str, Tensor]:

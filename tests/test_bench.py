@@ -17,10 +17,12 @@ def run(*arguments: str) -> None:
 @pytest.mark.parametrize(('installed', 'need'), [(True, 'a GPU'), (False, 'the package triton')])
 def test_times_torch_and_says_why_not_triton(installed, need, monkeypatch, capsys):
     monkeypatch.setattr(bench, 'SHAPES', ((8, 2, 2),))
+    monkeypatch.setattr(bench, 'LOCAL_SHAPES', ((4, 6, 6),))
     monkeypatch.setattr(triton_ops, 'INSTALLED', installed)
     run('--device', 'cpu', '--dtype', 'bfloat16')
     printed = capsys.readouterr().out
     assert printed.count('| 8×2×2 |') == 3
+    assert printed.count('| 4×6×6, 3×3 windows, stride 2 |') == 3
     assert f'need {need}: here there is the torch backend only' in printed
 
 

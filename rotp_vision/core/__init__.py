@@ -18,6 +18,7 @@ from rotp_vision.core.solver import (
 )
 from rotp_vision.core.structure import Similarity, structural_force
 from rotp_vision.core.weights import StepWeights, step_weights
+from rotp_vision.core.windows import Windows, has_window_kernel, rot_pool_windows
 
 __all__ = [
     'BACKENDS',
@@ -29,13 +30,16 @@ __all__ = [
     'Solver',
     'SolverName',
     'StepWeights',
+    'Windows',
     'badmm',
     'decompositions',
     'explicit_pool',
     'has_explicit',
+    'has_window_kernel',
     'objective',
     'pool',
     'rot_pool',
+    'rot_pool_windows',
     'rot_problem',
     'sinkhorn',
     'solve',

@@ -369,6 +369,16 @@ def badmm_pool(
         similarity: of the structural term, see `structural_force`.
         triton: whether the Triton operator does it, which knows no structural term.
     """
+    coefficients = badmm_coefficients(weights, quadratic).to(x.dtype)
+    if triton:
+        return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
+    if weights.structure is None:
+        similarity = ''
+    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)
+
+
+def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
+    """(rows, T) what the operators take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
     smoothness, step = weights.smoothness, weights.step
     assert step is not None
     kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
@@ -379,11 +389,6 @@ def badmm_pool(
     if quadratic:
         rows.append(smoothness / step)
     structure = weights.structure
-    if structure is None:
-        similarity = ''
-    else:
+    if structure is not None:
         rows.append(structure / step)
-    coefficients = torch.stack(rows).to(x.dtype)
-    if triton:
-        return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
-    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)
+    return torch.stack(rows)

@@ -75,6 +75,14 @@ def sinkhorn_pool(
     """
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
+    coefficients = sinkhorn_coefficients(weights).to(x.dtype)
+    if triton:
+        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
+    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)
+
+
+def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
+    """(4, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3)."""
     feature_penalty, sample_penalty = weights.feature_penalty, weights.sample_penalty
     assert feature_penalty is not None
     assert sample_penalty is not None
@@ -88,7 +96,4 @@ def sinkhorn_pool(
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
     rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
-    coefficients = torch.stack(rows).to(x.dtype)
-    if triton:
-        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
-    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)
+    return torch.stack(rows)

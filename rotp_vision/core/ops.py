@@ -160,35 +160,43 @@ def register(
             torch.empty_like(coefficients),
         )
 
-    op = torch.library.custom_op(
-        f'rotp_vision::{name}', run_forward, mutates_args=(), schema=f'({INPUTS}{options}) -> Tensor'
+    define(
+        name,
+        Pair(run_forward, run_backward, make_pooled, make_gradients),
+        f'({INPUTS}{options}) -> Tensor',
+        f'(Tensor grad, {INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
     )
-    op_backward = torch.library.custom_op(
-        f'rotp_vision::{name}_backward',
-        run_backward,
-        mutates_args=(),
-        schema=f'(Tensor grad, {INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-    )
-    op.register_fake(make_pooled)
-    op_backward.register_fake(make_gradients)
-
-    connect(op, op_backward, name)
     _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
 
 
-def connect(op: Any, op_backward: Any, name: str) -> None:
-    """Autograd and vmap for a pair of operators.
+class Pair(NamedTuple):
+    """What an operator and its backward do, and what they return for tensors without values."""
 
-    `op(*inputs, *options)` gives the pooled features and maybe vectors for backward;
-    `op_backward(grad, *inputs, *vectors, needs, *options)` gives the gradients.
+    forward: Callable
+    backward: Callable
+    fake_forward: Callable
+    fake_backward: Callable
+
+
+def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs: int = len(Needs._fields)) -> None:
+    """Make the operators `torch.ops.rotp_vision.name` and `name_backward`, with autograd and vmap.
+
+    `name(*inputs, *options)`, of `num_inputs` tensors, gives the pooled features and maybe vectors for backward;
+    `name_backward(grad, *inputs, *vectors, needs, *options)` gives the gradients.
     """
+    op = torch.library.custom_op(f'rotp_vision::{name}', pair.forward, mutates_args=(), schema=schema)
+    op_backward = torch.library.custom_op(
+        f'rotp_vision::{name}_backward', pair.backward, mutates_args=(), schema=schema_backward
+    )
+    op.register_fake(pair.fake_forward)
+    op_backward.register_fake(pair.fake_backward)
 
     def setup_context(ctx, inputs, output) -> None:
-        tensors, ctx.options = inputs[:5], inputs[5:]
+        tensors, ctx.options = inputs[:num_inputs], inputs[num_inputs:]
         ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
 
     def autograd_backward(ctx, grad, *_):
-        needs = list(ctx.needs_input_grad[:5])
+        needs = list(ctx.needs_input_grad[:num_inputs])
         gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
         wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
         return *wanted, *[None] * len(ctx.options)
@@ -208,7 +216,9 @@ def _one_by_one(op: Callable) -> Callable:
 
     def rule(info, in_dims, *args):
         def entry(i: int):
-            return op(*[arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims, strict=True)])
+            # A list has a list of Nones.
+            pairs = zip(args, in_dims, strict=True)
+            return op(*[arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in pairs])
 
         results = [entry(i) for i in range(info.batch_size)]
         if isinstance(results[0], Tensor):

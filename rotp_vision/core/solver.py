@@ -61,11 +61,7 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     exporting = torch.onnx.is_in_onnx_export()
     triton = solver.backend == 'triton' and not exporting
     if triton:
-        if solver.coupled or weights.structure is not None or weights.proximal is not None:
-            raise ValueError(
-                "backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'"
-            )
-        require_triton(problem.features)
+        check_triton(problem.features, weights, solver)
     if solver.backend == 'reference' or not explicit or exporting:
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
@@ -73,15 +69,27 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
             'features must have the shape of the features of the problem, '
             f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
         )
+    check_weights(weights, solver)
+    averaged = None if features is problem.features else zero_masked(features, problem.mask)
+    name, coupled, num_inner, similarity, _ = solver
+    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, triton)
+
+
+def check_triton(x: Tensor, weights: StepWeights, solver: Solver) -> None:
+    """Raise if the Triton kernels do not solve this, or cannot run on `x`."""
+    if solver.coupled or weights.structure is not None or weights.proximal is not None:
+        raise ValueError("backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'")
+    require_triton(x)
+
+
+def check_weights(weights: StepWeights, solver: Solver) -> None:
+    """Raise if a weight is missing that the solver's operator reads."""
     if solver.name == 'sinkhorn':
         require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
     elif solver.coupled:
         require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
     else:
         require('badmm', weights, 'smoothness', 'step')
-    averaged = None if features is problem.features else zero_masked(features, problem.mask)
-    name, coupled, num_inner, similarity, _ = solver
-    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, triton)
 
 
 def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:

@@ -18,14 +18,19 @@ import triton.language as tl
 from rotp_vision.core.triton_tiles import (
     combine_lse,
     combine_sum,
+    leave_lse,
+    leave_sum,
     load_tile,
     merge_lse,
+    open_set,
+    open_tile,
+    store_slopes,
     store_tile,
     tile_lse,
 )
 
 # Their values must not make variants of a kernel.
-NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles', 'tiles']
+NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles']
 
 
 @triton.jit
@@ -119,8 +124,8 @@ def _replay_module(
 def badmm_forward(
     features, x_map, log_prior_d, log_prior_n, coefficients,
     pooled, rows, columns, parts,
-    D, N, num_modules, module, sub_tiles, tiles,
-    features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
+    D, N, num_modules, module, sub_tiles,
+    features_strides, x_strides, prior_d_strides, prior_n_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     LAST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
@@ -129,29 +134,22 @@ def badmm_forward(
     rows (B, T, D) gets r, columns (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, N) gets
     this program's part of c; the LAST writes pooled (B, D) instead. SAME: the features are X.
     """
-    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_sets = tl.num_programs(0)
-    n = tl.arange(0, BLOCK_N)
-    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
+    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     q0 = tl.exp(log_q0)
     rows += b * num_modules * D
     columns += b * (num_modules - 1) * N
 
     c_before = log_q0
     if module > 0:
-        before = parts + ((module - 1) * num_sets + b) * (2 * N) * tiles
-        c_before = combine_lse(before, tiles, n, N, TILES)
-        tl.store(columns + (module - 1) * N + n, c_before, mask=n < tl.where(tile == 0, N, 0))
+        c_before = combine_lse(parts, module - 1, columns + (module - 1) * N, n, N, TILES)
     else:
         c_before = _load_c(columns, -1, n, N)
 
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
-        exists = (d < D)[:, None] & (n < N)[None, :]
-        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
-        log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
+        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
+        x = load_tile(x_map, b, d, n, x_strides, exists)
         p0 = tl.exp(log_p0)
         z, m = _replay(
             x, log_p0, log_q0, p0, q0, rows, columns, c_before, module, coefficients, num_modules, d, n, D, N, QUADRATIC
@@ -165,7 +163,7 @@ def badmm_forward(
         if LAST:
             averaged = x
             if not SAME:
-                averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
+                averaged = load_tile(features, b, d, n, features_strides, exists)
             f = tl.sum(row * averaged, 1) / row_total
             tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
         else:
@@ -175,18 +173,15 @@ def badmm_forward(
             tile_top, tile_total = tile_lse(y)
             top, total = merge_lse(top, total, tile_top, tile_total)
     if not LAST:
-        part = parts + ((module * num_sets + b) * tiles + tile) * (2 * N)
-        tl.store(part + n, top, mask=n < N)
-        tl.store(part + N + n, total, mask=n < N)
+        leave_lse(parts, module, top, total, n, N)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def badmm_backward(
     grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
     d_columns, parts, d_features, d_x, d_log_p0, slopes,
-    D, N, num_modules, module, sub_tiles, tiles,
-    grad_b, grad_d, features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
-    d_features_b, d_features_d, d_features_n, d_x_b, d_x_d, d_x_n,
+    D, N, num_modules, module, sub_tiles,
+    grad_strides, features_strides, x_strides, prior_d_strides, prior_n_strides, d_features_strides, d_x_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     FIRST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
     NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
@@ -197,10 +192,7 @@ def badmm_backward(
     in module 0); d_columns (B, T, N) gets dv of the module after. FIRST writes the gradients, of the coefficients as
     slopes (B, tiles, sub_tiles, 4, T), to be added up.
     """
-    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_sets = tl.num_programs(0)
-    n = tl.arange(0, BLOCK_N)
-    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
+    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     q0 = tl.exp(log_q0)
     rows += b * num_modules * D
     columns += b * (num_modules - 1) * N
@@ -209,22 +201,18 @@ def badmm_backward(
 
     dv_after = q0
     if module < last:
-        after = parts + ((module + 1) * num_sets + b) * N * tiles
-        dv_after = combine_sum(after, tiles, n, N, TILES)
-        tl.store(d_columns + (module + 1) * N + n, dv_after, mask=n < tl.where(tile == 0, N, 0))
+        dv_after = combine_sum(parts, module + 1, d_columns + (module + 1) * N, n, N, TILES)
 
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
-        exists = (d < D)[:, None] & (n < N)[None, :]
-        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
+        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
+        x = load_tile(x_map, b, d, n, x_strides, exists)
         averaged = x
         if not SAME:
-            averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
-        g = tl.load(grad + b * grad_b + d * grad_d, mask=d < D, other=0.0).to(tl.float32)
-        log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
+            averaged = load_tile(features, b, d, n, features_strides, exists)
+        g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
         p0 = tl.exp(log_p0)
-        slope = slopes + ((b * tiles + tile) * sub_tiles + sub_tile) * 4 * num_modules
+        slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 4 * num_modules
 
         # f = Σ_n features Q
         c_before = _load_c(columns, last - 1, n, N)
@@ -236,7 +224,7 @@ def badmm_backward(
         row = _to_mass_one(row)
         dx = row * g[:, None]
         if FIRST and NEED_FEATURES:
-            store_tile(d_features, dx, b, d, n, d_features_b, d_features_d, d_features_n, exists)
+            store_tile(d_features, dx, b, d, n, d_features_strides, exists)
         f = tl.sum(row * averaged, 1)
         dy = dx * (averaged - f[:, None])
         if not SAME:
@@ -269,7 +257,7 @@ def badmm_backward(
                 d_beta += tl.sum(dy * x)
                 d_rho += tl.sum(dy * z) / (rho * rho)
                 d_rough -= tl.sum(q0[None, :] * dm * column)
-                _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
+                store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
 
             # S = q0 V of the module before: read by its Z and by this module's M.
             beta = tl.load(coefficients + j)
@@ -314,10 +302,10 @@ def badmm_backward(
                 d_p0 -= rough * tl.sum(dm, 1)
                 dv -= rough * tl.sum(dm, 0)
                 d_rough -= tl.sum(dm)
-            _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
+            store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
             tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
             if NEED_X:
-                store_tile(d_x, dx, b, d, n, d_x_b, d_x_d, d_x_n, exists)
+                store_tile(d_x, dx, b, d, n, d_x_strides, exists)
         else:
             j = module - 1
             dz -= dy / tl.load(coefficients + 2 * num_modules + module)
@@ -329,12 +317,4 @@ def badmm_backward(
             )
             dv -= q0 * tl.sum(column * ds, 0)
         dv_part += dv
-    tl.store(parts + ((module * num_sets + b) * tiles + tile) * N + n, dv_part, mask=n < N)
-
-
-@triton.jit
-def _store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
-    tl.store(slope + k, d_beta)
-    tl.store(slope + num_modules + k, d_kappa)
-    tl.store(slope + 2 * num_modules + k, d_rho)
-    tl.store(slope + 3 * num_modules + k, d_rough)
+    leave_sum(parts, module, dv_part, n, N)

@@ -22,14 +22,19 @@ import triton.language as tl
 from rotp_vision.core.triton_tiles import (
     combine_lse,
     combine_sum,
+    leave_lse,
+    leave_sum,
     load_tile,
     merge_lse,
+    open_set,
+    open_tile,
+    store_slopes,
     store_tile,
     tile_lse,
 )
 
 # Their values must not make variants of a kernel.
-NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles', 'tiles']
+NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles']
 
 
 @triton.jit
@@ -49,8 +54,8 @@ def _b_of(lse, log_q0, rate_b, k):
 def sinkhorn_forward(
     features, x_map, log_prior_d, log_prior_n, coefficients,
     pooled, rows, columns, parts,
-    D, N, num_steps, step, sub_tiles, tiles,
-    features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
+    D, N, num_steps, step, sub_tiles,
+    features_strides, x_strides, prior_d_strides, prior_n_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr,
 ):  # fmt: skip
     """Launch `step` of forward, from 0 to K (LAST), on the grid (B, tiles).
@@ -58,27 +63,21 @@ def sinkhorn_forward(
     rows (B, K + 1, D) gets r, columns (B, K, N) gets l of the step before, parts (K, B, tiles, 2, N) gets this
     program's part of l; the LAST writes pooled (B, D) instead. SAME: the features are X.
     """
-    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_sets = tl.num_programs(0)
-    n = tl.arange(0, BLOCK_N)
+    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
-    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
     rows += b * (num_steps + 1) * D
     columns += b * num_steps * N
 
     lse = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step > 0:
-        before = parts + ((step - 1) * num_sets + b) * (2 * N) * tiles
-        lse = combine_lse(before, tiles, n, N, TILES)
-        tl.store(columns + (step - 1) * N + n, lse, mask=n < tl.where(tile == 0, N, 0))
+        lse = combine_lse(parts, step - 1, columns + (step - 1) * N, n, N, TILES)
     dual = _b_of(lse, log_q0, rate_b, step)
 
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
-        exists = (d < D)[:, None] & (n < N)[None, :]
-        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
+        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
+        x = load_tile(x_map, b, d, n, x_strides, exists)
         y = scale * x + dual[None, :]
         row_top = tl.max(y, 1)
         row = tl.exp(y - row_top[:, None])
@@ -88,17 +87,14 @@ def sinkhorn_forward(
         if LAST:
             averaged = x
             if not SAME:
-                averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
+                averaged = load_tile(features, b, d, n, features_strides, exists)
             f = tl.sum(row * averaged, 1) / row_total
             tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
         else:
-            log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
             tile_top, tile_total = tile_lse(scale * x + (rate_a * (log_p0 - r))[:, None])
             top, total = merge_lse(top, total, tile_top, tile_total)
     if not LAST:
-        part = parts + ((step * num_sets + b) * tiles + tile) * (2 * N)
-        tl.store(part + n, top, mask=n < N)
-        tl.store(part + N + n, total, mask=n < N)
+        leave_lse(parts, step, top, total, n, N)
 
 
 @triton.jit
@@ -127,9 +123,8 @@ def _load_gap(d_columns, gap_first, k, n, N):
 def sinkhorn_backward(
     grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
     d_columns, parts, d_features, d_x, d_log_p0, slopes,
-    D, N, num_steps, step, sub_tiles, tiles,
-    grad_b, grad_d, features_b, features_d, features_n, x_b, x_d, x_n, prior_d_b, prior_d_d, prior_n_b, prior_n_n,
-    d_features_b, d_features_d, d_features_n, d_x_b, d_x_d, d_x_n,
+    D, N, num_steps, step, sub_tiles,
+    grad_strides, features_strides, x_strides, prior_d_strides, prior_n_strides, d_features_strides, d_x_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
     FIRST: tl.constexpr, SAME: tl.constexpr, NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
 ):  # fmt: skip
@@ -139,20 +134,15 @@ def sinkhorn_backward(
     that of the log q0 - l it was made of; d_columns (B, K + 1, N) gets that of b after it. FIRST writes the gradients,
     of the coefficients as slopes (B, tiles, sub_tiles, 4), to be added up; b before it is constant: no part.
     """
-    b, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    num_sets = tl.num_programs(0)
-    n = tl.arange(0, BLOCK_N)
+    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
-    log_q0 = tl.load(log_prior_n + b * prior_n_b + n * prior_n_n, mask=n < N, other=float('-inf'))
     rows += b * (num_steps + 1) * D
     columns += b * num_steps * N
     d_columns += b * (num_steps + 1) * N
 
     gap_after = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step < num_steps:
-        after = parts + ((step + 1) * num_sets + b) * N * tiles
-        gap_after = combine_sum(after, tiles, n, N, TILES)
-        tl.store(d_columns + (step + 1) * N + n, gap_after, mask=n < tl.where(tile == 0, N, 0))
+        gap_after = combine_sum(parts, step + 1, d_columns + (step + 1) * N, n, N, TILES)
 
     d_rate_b = 0.0
     if FIRST:
@@ -163,16 +153,14 @@ def sinkhorn_backward(
 
     db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d = (tile * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
-        exists = (d < D)[:, None] & (n < N)[None, :]
-        x = load_tile(x_map, b, d, n, x_b, x_d, x_n, exists)
-        log_p0 = tl.load(log_prior_d + b * prior_d_b + d * prior_d_d, mask=d < D, other=float('-inf'))
+        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
+        x = load_tile(x_map, b, d, n, x_strides, exists)
         if FIRST or step == num_steps:
             # f = Σ_n features softmax_n(G + b)
             averaged = x
             if not SAME:
-                averaged = load_tile(features, b, d, n, features_b, features_d, features_n, exists)
-            g = tl.load(grad + b * grad_b + d * grad_d, mask=d < D, other=0.0).to(tl.float32)
+                averaged = load_tile(features, b, d, n, features_strides, exists)
+            g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
             r = tl.load(rows + num_steps * D + d, mask=d < D, other=0.0)
             dual = _load_b(columns, log_q0, rate_b, num_steps, n, N)
             weights = tl.exp(scale * x + dual[None, :] - r[:, None])
@@ -181,7 +169,7 @@ def sinkhorn_backward(
             dy = d_averaged * (averaged - tl.sum(weights * averaged, 1)[:, None])
             if FIRST:
                 if NEED_FEATURES:
-                    store_tile(d_features, d_averaged, b, d, n, d_features_b, d_features_d, d_features_n, exists)
+                    store_tile(d_features, d_averaged, b, d, n, d_features_strides, exists)
                 d_p0 = g * 0.0
                 d_rate_a = 0.0
                 for i in range(num_steps):
@@ -194,20 +182,18 @@ def sinkhorn_backward(
                     d_p0 += rate_a * da
                     r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
                     d_rate_a += tl.sum(da * tl.where(d < D, log_p0 - r, 0.0))
-                slope = slopes + ((b * tiles + tile) * sub_tiles + sub_tile) * 4
-                tl.store(slope, tl.sum(dy * x))
-                tl.store(slope + 1, 0.0)
-                tl.store(slope + 2, d_rate_a)
-                tl.store(slope + 3, tl.where(tile + sub_tile == 0, d_rate_b, 0.0))
+                slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 4
+                d_rate_b = tl.where(tl.program_id(1) + sub_tile == 0, d_rate_b, 0.0)
+                store_slopes(slope, tl.sum(dy * x), 0.0, d_rate_a, d_rate_b, 0, 1)
                 tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
                 if NEED_X:
                     dx = scale * dy
                     if SAME:
                         dx += d_averaged
-                    store_tile(d_x, dx, b, d, n, d_x_b, d_x_d, d_x_n, exists)
+                    store_tile(d_x, dx, b, d, n, d_x_strides, exists)
             else:
                 db_part += tl.sum(dy, 0)
         else:
             _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, gap_after, scale, rate_a, rate_b, step, d, n, D, N)
             db_part += tl.sum(dy, 0)
-    tl.store(parts + ((step * num_sets + b) * tiles + tile) * N + n, rate_b * db_part, mask=n < N)
+    leave_sum(parts, step, rate_b * db_part, n, N)

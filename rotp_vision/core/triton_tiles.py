@@ -51,9 +51,9 @@ def on_device(x: Tensor):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
-def launch_options(amd: bool) -> dict[str, int | bool]:
+def launch_options(amd: bool, num_warps: int = NUM_WARPS) -> dict[str, int | bool]:
     """Of every kernel; a limit of registers exists on NVIDIA only."""
-    options = {'num_warps': NUM_WARPS, 'enable_fp_fusion': True}
+    options = {'num_warps': num_warps, 'enable_fp_fusion': True}
     return options if amd else options | {'maxnreg': MAX_REGISTERS}
 
 
@@ -93,8 +93,8 @@ def launch_forward(
             kernel[(num_sets, cut.tiles)](
                 averaged, x, log_p0, log_q0, coefficients,
                 pooled, rows, columns, parts,
-                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
-                *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
+                num_features, num_samples, count, launch, cut.sub_tiles,
+                averaged.stride(), x.stride(), log_p0.stride(), log_q0.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
                 LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(AMD),
             )  # fmt: skip
@@ -134,9 +134,9 @@ def launch_backward(
             kernel[(num_sets, cut.tiles)](
                 grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
                 d_columns, parts, to_features, to_x, d_log_p0, slopes,
-                num_features, num_samples, count, launch, cut.sub_tiles, cut.tiles,
-                *grad.stride(), *averaged.stride(), *x.stride(), *log_p0.stride(), *log_q0.stride(),
-                *to_features.stride(), *to_x.stride(),
+                num_features, num_samples, count, launch, cut.sub_tiles,
+                grad.stride(), averaged.stride(), x.stride(), log_p0.stride(), log_q0.stride(),
+                to_features.stride(), to_x.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
                 FIRST=launch == 0, SAME=features is None,
                 NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
@@ -145,17 +145,34 @@ def launch_backward(
 
 
 @triton.jit
-def load_tile(pointer, set_index, d, n, stride_b, stride_d, stride_n, exists):
-    """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
-    pointer += set_index * stride_b
-    return tl.load(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), mask=exists, other=0.0).to(tl.float32)
+def open_set(log_prior_n, strides, N, BLOCK_N: tl.constexpr):
+    """The set of a program of the grid (B, tiles), the samples and their log q0, -inf beyond N."""
+    b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
+    log_q0 = tl.load(log_prior_n + b * strides[0] + n * strides[1], mask=n < N, other=float('-inf'))
+    return b, n, log_q0
 
 
 @triton.jit
-def store_tile(pointer, values, set_index, d, n, stride_b, stride_d, stride_n, exists):
-    pointer += set_index * stride_b
+def open_tile(log_prior_d, strides, sub_tile, sub_tiles, n, D, N, BLOCK_D: tl.constexpr):
+    """The features of a tile, which of its (BLOCK_D, BLOCK_N) exist, and their log p0, -inf beyond D."""
+    d = (tl.program_id(1) * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
+    log_prior_d += tl.program_id(0).to(tl.int64) * strides[0]
+    log_p0 = tl.load(log_prior_d + d * strides[1], mask=d < D, other=float('-inf'))
+    return d, (d < D)[:, None] & (n < N)[None, :], log_p0
+
+
+@triton.jit
+def load_tile(pointer, set_index, d, n, strides, exists):
+    """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
+    pointer += set_index * strides[0]
+    return tl.load(pointer + (d[:, None] * strides[1] + n[None, :] * strides[2]), mask=exists, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_tile(pointer, values, set_index, d, n, strides, exists):
+    pointer += set_index * strides[0]
     values = values.to(pointer.dtype.element_ty)
-    tl.store(pointer + (d[:, None] * stride_d + n[None, :] * stride_n), values, mask=exists)
+    tl.store(pointer + (d[:, None] * strides[1] + n[None, :] * strides[2]), values, mask=exists)
 
 
 @triton.jit
@@ -175,21 +192,56 @@ def tile_lse(y):
 
 
 @triton.jit
-def combine_lse(parts, tiles, n, N, TILES: tl.constexpr):
-    """(BLOCK_N,) log-sum-exp over features from the parts (tiles, 2, N) of all programs of a set; zero beyond N."""
+def combine_lse(parts, launch, target, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) log-sum-exp over features from the parts of all programs of a set; zero beyond N.
+
+    parts (launches, B, tiles, 2, N) holds them for each launch; what comes out is stored at `target` too.
+    """
+    tiles = tl.num_programs(1)
     t = tl.arange(0, TILES)
     exists = (t < tiles)[:, None] & (n < N)[None, :]
+    parts += (launch * tl.num_programs(0) + tl.program_id(0).to(tl.int64)) * tiles * (2 * N)
     at = parts + t[:, None] * (2 * N) + n[None, :]
     tops = tl.load(at, mask=exists, other=float('-inf'))
     totals = tl.load(at + N, mask=exists, other=0.0)
     top = tl.where(n < N, tl.max(tops, 0), 0.0)
     total = tl.sum(totals * tl.exp(tops - top[None, :]), 0)
-    return top + tl.log(tl.where(n < N, total, 1.0))
+    lse = top + tl.log(tl.where(n < N, total, 1.0))
+    tl.store(target + n, lse, mask=n < tl.where(tl.program_id(1) == 0, N, 0))
+    return lse
 
 
 @triton.jit
-def combine_sum(parts, tiles, n, N, TILES: tl.constexpr):
-    """(BLOCK_N,) sum over features from the parts (tiles, N)."""
+def leave_lse(parts, launch, top, total, n, N):
+    """This program's part for `combine_lse`."""
+    at = (launch * tl.num_programs(0) + tl.program_id(0).to(tl.int64)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(parts + at * (2 * N) + n, top, mask=n < N)
+    tl.store(parts + at * (2 * N) + N + n, total, mask=n < N)
+
+
+@triton.jit
+def combine_sum(parts, launch, target, n, N, TILES: tl.constexpr):
+    """(BLOCK_N,) sum over features from the parts (launches, B, tiles, N), stored at `target` too."""
+    tiles = tl.num_programs(1)
     t = tl.arange(0, TILES)
     exists = (t < tiles)[:, None] & (n < N)[None, :]
-    return tl.sum(tl.load(parts + t[:, None] * N + n[None, :], mask=exists, other=0.0), 0)
+    parts += (launch * tl.num_programs(0) + tl.program_id(0).to(tl.int64)) * tiles * N
+    total = tl.sum(tl.load(parts + t[:, None] * N + n[None, :], mask=exists, other=0.0), 0)
+    tl.store(target + n, total, mask=n < tl.where(tl.program_id(1) == 0, N, 0))
+    return total
+
+
+@triton.jit
+def leave_sum(parts, launch, values, n, N):
+    """This program's part for `combine_sum`."""
+    at = (launch * tl.num_programs(0) + tl.program_id(0).to(tl.int64)) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(parts + at * N + n, values, mask=n < N)
+
+
+@triton.jit
+def store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
+    """Gradients of the coefficients of module k, of which row by row there are (4, T)."""
+    tl.store(slope + k, d_beta)
+    tl.store(slope + num_modules + k, d_kappa)
+    tl.store(slope + 2 * num_modules + k, d_rho)
+    tl.store(slope + 3 * num_modules + k, d_rough)

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rotp_vision.core import has_explicit
+from rotp_vision.core import Windows, has_explicit, has_window_kernel, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
+from rotp_vision.layers.weights import VIEW_FLOOR
 
 # Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
 CHUNK_VALUES = 2**21
@@ -21,6 +22,8 @@ class LocalROTPool2d(ROTPool):
 
     Each window is a set of kernel_size² samples with all channels as features. Padding is masked: it takes no mass.
     Windows are pooled in chunks of rows and recomputed in the backward pass, so that memory stays bounded.
+    The backend 'triton' reads windows of at most 3×3 with uniform priors and up to 256 channels from the map itself;
+    it cuts out others as the other backends do.
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
@@ -77,14 +80,22 @@ class LocalROTPool2d(ROTPool):
     def _pool_maps(self, x: Tensor) -> Tensor:
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
+        pooled: Tensor | None = None
+        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
+            if self.prior is None and has_window_kernel(windows, x.shape[1], self.solver):
+                pooled = self._pool_uncut(x, windows)
+                if not self.count_include_pad:
+                    return pooled
         padded = F.pad(x, [left, right, top, bottom])
         if max(top, bottom, left, right) == 0:
-            return self._pool_padded(padded, None, rows, columns)
+            return self._pool_padded(padded, None, rows, columns) if pooled is None else pooled
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
         inside_rows = (row_taps >= 0) & (row_taps < x.shape[2])
         inside_columns = (column_taps >= 0) & (column_taps < x.shape[3])
-        inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (H', W', kh, kw)
-        pooled = self._pool_padded(padded, inside, rows, columns)
+        if pooled is None:
+            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (H', W', kh, kw)
+            pooled = self._pool_padded(padded, inside, rows, columns)
         if self.count_include_pad:
             # Padding counts as zeros; what ceil_mode adds beyond the padding does not count at all.
             counted_rows = row_taps < x.shape[2] + max(self.padding[0], bottom if self.same else 0)
@@ -93,6 +104,13 @@ class LocalROTPool2d(ROTPool):
                 inside_columns.sum(1) / counted_columns.sum(1)
             )
             pooled = pooled * share.to(pooled.dtype)
+        return pooled
+
+    def _pool_uncut(self, x: Tensor, windows: Windows) -> Tensor:
+        """All windows by kernels that read them in the map."""
+        pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view, VIEW_FLOOR)
+        if self.gain is not None:
+            pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
         return pooled
 
     def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:

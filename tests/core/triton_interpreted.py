@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rotp_vision import bench
 from rotp_vision.core import Solver, triton_tiles
-from rotp_vision.layers import LocalROTPool2d
+from rotp_vision.layers import GlobalROTPool2d
 from tests.core.test_fast import leaves, pooled, results
 
 OPERATORS = {
@@ -196,11 +196,11 @@ def test_second_derivative_is_refused(operator):
 
 @pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
 def test_layers(solver):
-    """Windows with masked padding, and a view that is not what is averaged: the same from both backends."""
+    """A view that is not what is averaged: the same from both backends."""
     x = torch.randn(1, 5, 4, 3, generator=torch.Generator().manual_seed(0))
     options = {'solver': solver, 'view': 'rms', 'num_modules': 2} if solver == 'badmm-e' else {'solver': solver}
     got, expected = (
-        LocalROTPool2d({**options, 'backend': backend}, kernel_size=3, stride=2, padding=1).to(dtype)(x.to(dtype))
+        GlobalROTPool2d({**options, 'backend': backend}).to(dtype)(x.to(dtype))
         for backend, dtype in (('triton', torch.float32), ('torch', torch.float64))
     )
     assert_close({'output': got}, {'output': expected})
@@ -208,16 +208,17 @@ def test_layers(solver):
 
 def test_bench_compares_and_advises(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'SHAPES', ((5, 2, 2),))
+    monkeypatch.setattr(bench, 'LOCAL_SHAPES', ((3, 2, 3),))
     monkeypatch.setattr(bench, 'SOLVERS', ('sinkhorn',))
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     args = parser.parse_args(['--device', 'cpu', '--batch-size', '1', '--repeats', '1', '--channels-last'])
     bench.run(args)
     printed = capsys.readouterr().out
-    assert printed.count('| 5×2×2 |') == 1
+    assert printed.count('| 5×2×2 |') == printed.count('| 3×2×3, 3×3 windows, stride 2 |') == 1
     assert "Choose backend='torch': triton agrees everywhere" in printed  # the interpreter is not fast
 
     monkeypatch.setattr(bench, 'AGREEMENT', -1.0)
-    with pytest.raises(RuntimeError, match='1 of 1 rows disagree'):
+    with pytest.raises(RuntimeError, match='2 of 2 rows disagree'):
         bench.run(args)
     assert 'Please report this table' in capsys.readouterr().out

@@ -1,0 +1,367 @@
+"""Windows of a map pooled in Triton without being cut out; `fast_badmm`, `fast_sinkhorn` have the equations.
+
+Both priors are uniform, p0 over the channels and q0 over the taps inside the map. Their logarithms are then constants,
+which the softmaxes do not see, and v = log q0 - c becomes -c, with c = ∞ at taps outside the map: they take no mass.
+
+Forward keeps c (l for Sinkhorn) of every module and window; with it backward replays the rest tap by tap, for
+each module from the start since Z cannot be run backwards: O(T²) exponentials, but no memory.
+
+Imports triton: import it only where `triton_ops` has found one.
+"""
+
+# Kernels are not Python to a type checker.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
+
+import triton
+import triton.language as tl
+
+from rotp_vision.core.triton_tiles import store_slopes
+from rotp_vision.core.triton_windows import (
+    dot_taps,
+    load_pooled,
+    load_saved,
+    open_windows,
+    pool_back,
+    read_again,
+    softmax_channels,
+    softmax_taps,
+    store_pooled,
+    store_windows,
+    view_back,
+    view_start,
+    zero_taps,
+)
+
+
+@triton.jit
+def _start(xs, inside, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
+    """Z and M before the P-step of module 0; M is empty where there is none."""
+    ms = ()
+    if QUADRATIC:
+        rough = tl.load(coefficients + 3 * num_modules)
+        for n in tl.static_range(len(xs)):
+            ms += (xs[n] * 0.0 - tl.where(inside[n][:, None], rough * p0 * q0, 0.0),)
+    return zero_taps(xs), ms
+
+
+@triton.jit
+def _row_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+    """Q and r of module k."""
+    beta, rho = tl.load(coefficients + k), tl.load(coefficients + 2 * num_modules + k)
+    ys = ()
+    for n in tl.static_range(len(xs)):
+        y = beta * xs[n] - zs[n] / rho - cs_before[n][:, None]
+        if QUADRATIC:
+            y += ms[n]
+        ys += (y,)
+    return softmax_taps(ys)
+
+
+@triton.jit
+def _push(ms, plan, weight, QUADRATIC: tl.constexpr):
+    """M minus weight · plan."""
+    taps = ()
+    if QUADRATIC:
+        for n in tl.static_range(len(plan)):
+            taps += (ms[n] - weight * plan[n],)
+    return taps
+
+
+@triton.jit
+def _rough(coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+    """α1 / ρ of module k, which only a quadratic smoothness has."""
+    if QUADRATIC:
+        return tl.load(coefficients + 3 * num_modules + k)
+    else:
+        return 0.0
+
+
+@triton.jit
+def _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+    """Logits of V in module k."""
+    beta, kappa = tl.load(coefficients + k), tl.load(coefficients + num_modules + k)
+    taps = ()
+    for n in tl.static_range(len(xs)):
+        t = beta * xs[n] - r
+        if QUADRATIC:
+            t += ms[n]
+        taps += (kappa * t,)
+    return taps
+
+
+@triton.jit
+def _replay_module(xs, ms, zs, cs_before, cs, has_c, p0, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+    """Q, V and r of module k, and M between them; zs, ms are before its P-step."""
+    rows, r = _row_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC)
+    ms = _push(ms, rows, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
+    logits = _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
+    columns = ()
+    for n in tl.static_range(len(xs)):
+        columns += (tl.where(has_c[None, :], tl.exp(logits[n] - cs[n][:, None]), 0.0),)
+    return rows, columns, r, ms
+
+
+@triton.jit
+def _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+    """Z after module k, and M before the P-step of the next."""
+    rho = tl.load(coefficients + 2 * num_modules + k)
+    taps = ()
+    for n in tl.static_range(len(zs)):
+        taps += (zs[n] + rho * (p0 * rows[n] - q0 * columns[n]),)
+    return taps, _push(ms, columns, _rough(coefficients, k + 1, num_modules, QUADRATIC) * q0, QUADRATIC)
+
+
+@triton.jit
+def _replay(xs, saved, stop, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
+    """Z and M before the P-step of module `stop`, and c of the module before it."""
+    zs, ms = _start(xs, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    cs_before = load_saved(saved, -1, inside)
+    for k in range(stop):
+        cs = load_saved(saved, k, inside)
+        rows, columns, _, ms = _replay_module(
+            xs, ms, zs, cs_before, cs, has_c, p0, coefficients, k, num_modules, QUADRATIC
+        )
+        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC)
+        cs_before = cs
+    return zs, ms, cs_before
+
+
+@triton.jit
+def _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
+    """Q of the last module."""
+    last = num_modules - 1
+    zs, ms, cs = _replay(xs, saved, last, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    rows, _ = _row_step(xs, ms, zs, cs, coefficients, last, num_modules, QUADRATIC)
+    return rows
+
+
+@triton.jit(do_not_specialize=['num_modules'])
+def local_badmm_forward(
+    x_map, coefficients, pooled, saved,
+    num_modules, geometry, floor, x_strides, pooled_strides,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, QUADRATIC: tl.constexpr,
+):  # fmt: skip
+    """Pooled (B, C, H', W'), and c into saved (B, H' W', T - 1, taps), on the grid (blocks of windows, B)."""
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
+    p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
+    saved += index * ((num_modules - 1) * (KH * KW))
+
+    zs, ms = _start(xs, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    cs = load_saved(saved, -1, inside)
+    for k in range(num_modules - 1):
+        rows, r = _row_step(xs, ms, zs, cs, coefficients, k, num_modules, QUADRATIC)
+        ms = _push(ms, rows, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
+        logits = _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
+        columns = ()
+        cs = ()
+        for n in tl.static_range(KH * KW):
+            column, c = softmax_channels(logits[n], has_c)
+            tl.store(saved + (k * (KH * KW) + n), c, mask=place[3])
+            columns += (tl.where(inside[n][:, None], column, 0.0),)
+            cs += (tl.where(inside[n], c, float('inf')),)
+        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC)
+    rows, _ = _row_step(xs, ms, zs, cs, coefficients, num_modules - 1, num_modules, QUADRATIC)
+    raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
+    store_pooled(pooled, dot_taps(rows, raw), pooled_strides, place, CHANNELS_LAST)
+
+
+@triton.jit(do_not_specialize=['num_modules'])
+def local_badmm_backward(
+    grad, x_map, coefficients, saved, d_windows, slopes,
+    num_modules, geometry, floor, grad_strides, x_strides, spacing,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr, QUADRATIC: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, T), to be added up."""
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
+    p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
+    saved += index * ((num_modules - 1) * (KH * KW))
+    slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4 * num_modules
+    last = num_modules - 1
+
+    weights = _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), weights, raw)
+    dxs = view_start(d_raw, VIEW)
+    dzs = zero_taps(xs)
+    dms = ()
+    if QUADRATIC:
+        dms = zero_taps(xs)
+    d_beta = 0.0
+    d_kappa = 0.0
+    d_rho = 0.0
+    d_rough = 0.0
+    # dys is the gradient of the logits of Q in module k; each round takes it to the module before.
+    for i in range(last):
+        k = last - i
+        j = k - 1
+        beta, rho = tl.load(coefficients + k), tl.load(coefficients + 2 * num_modules + k)
+        rough = _rough(coefficients, k, num_modules, QUADRATIC)
+        zs, ms, cs_before = _replay(xs, saved, j, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
+        cs = load_saved(saved, j, inside)
+        rows, columns, r, ms = _replay_module(
+            xs, ms, zs, cs_before, cs, has_c, p0, coefficients, j, num_modules, QUADRATIC
+        )
+        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, j, num_modules, QUADRATIC)
+        dxs = _add(dxs, dys, beta)
+        dzs = _add(dzs, dys, -1.0 / rho)
+        if QUADRATIC:
+            dms = _add(dms, dys, 1.0)
+            d_rough -= tl.sum(q0 * dot_taps(dms, columns))
+        d_beta += tl.sum(dot_taps(dys, xs))
+        d_rho += tl.sum(dot_taps(dys, zs)) / (rho * rho)
+        store_slopes(slopes, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
+
+        # S = q0 V of the module before: read by its Z and by this module's M.
+        beta, kappa = tl.load(coefficients + j), tl.load(coefficients + num_modules + j)
+        rho = tl.load(coefficients + 2 * num_modules + j)
+        d_rho = tl.sum(p0 * dot_taps(dzs, rows) - q0 * dot_taps(dzs, columns))
+        dts = ()
+        for n in tl.static_range(KH * KW):
+            ds = rho * dzs[n]
+            if QUADRATIC:
+                ds += rough * dms[n]
+            ds = q0 * columns[n] * ds
+            dv = tl.sum(dys[n] - ds, 1)
+            dts += (-ds - columns[n] * dv[:, None],)
+        # dts is the gradient of the logits of V.
+        dxs = _add(dxs, dts, kappa * beta)
+        du = dts[0]
+        for n in tl.static_range(1, KH * KW):
+            du += dts[n]
+        along = tl.sum(dot_taps(dts, xs))
+        d_beta = kappa * along
+        d_kappa = beta * along - tl.sum(du * r)
+
+        # P = p0 Q of the module before: read by its Z and by its M.
+        du = kappa * du
+        rough = _rough(coefficients, j, num_modules, QUADRATIC)
+        if QUADRATIC:
+            dms = _add(dms, dts, 1.0)
+            d_rough = -p0 * tl.sum(dot_taps(dms, rows))
+        dps = ()
+        for n in tl.static_range(KH * KW):
+            dp = rho * dzs[n]
+            if QUADRATIC:
+                dp -= rough * dms[n]
+            dps += (p0 * dp,)
+        du += dot_taps(rows, dps)
+        dys = ()
+        for n in tl.static_range(KH * KW):
+            dys += (rows[n] * (dps[n] - du),)
+
+    d_beta += tl.sum(dot_taps(dys, xs))
+    if QUADRATIC:
+        # S' = p0 q0
+        total = zero_taps(dys)[0]
+        for n in tl.static_range(KH * KW):
+            total += tl.where(inside[n][:, None], dms[n] + dys[n], 0.0)
+        d_rough -= p0 * tl.sum(q0 * total)
+    store_slopes(slopes, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
+    if NEED_X:
+        dxs = _add(dxs, dys, tl.load(coefficients))
+        raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
+        dxs = view_back(raw, dxs, d_raw, count, floor, VIEW)
+        store_windows(d_windows, dxs, spacing, place, inside, KH, KW, CHANNELS_LAST)
+
+
+@triton.jit
+def _add(xs, ys, factor):
+    taps = ()
+    for n in tl.static_range(len(xs)):
+        taps += (xs[n] + factor * ys[n],)
+    return taps
+
+
+@triton.jit
+def _sample_step(xs, ls_before, inside, scale, rate_b):
+    """softmax_n(s X + b) and its log-sum-exp r; b is made of l of the step before, zero at the start."""
+    ys = ()
+    for n in tl.static_range(len(xs)):
+        dual = tl.where(inside[n], -rate_b * ls_before[n], float('-inf'))
+        ys += (scale * xs[n] + dual[:, None],)
+    return softmax_taps(ys)
+
+
+@triton.jit(do_not_specialize=['num_steps'])
+def local_sinkhorn_forward(
+    x_map, coefficients, pooled, saved,
+    num_steps, geometry, floor, x_strides, pooled_strides,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
+):  # fmt: skip
+    """Pooled (B, C, H', W'), and l into saved (B, H' W', K, taps), on the grid (blocks of windows, B)."""
+    place, index, has_c, inside, _count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
+    saved += index * (num_steps * (KH * KW))
+    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
+
+    ls = load_saved(saved, -1, inside)
+    for k in range(num_steps):
+        _, r = _sample_step(xs, ls, inside, scale, rate_b)
+        ls = ()
+        for n in tl.static_range(KH * KW):
+            _, lse = softmax_channels(scale * xs[n] - rate_a * r, has_c)
+            tl.store(saved + (k * (KH * KW) + n), lse, mask=place[3])
+            ls += (tl.where(inside[n], lse, float('inf')),)
+    weights, _ = _sample_step(xs, ls, inside, scale, rate_b)
+    raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
+    store_pooled(pooled, dot_taps(weights, raw), pooled_strides, place, CHANNELS_LAST)
+
+
+@triton.jit(do_not_specialize=['num_steps'])
+def local_sinkhorn_backward(
+    grad, x_map, coefficients, saved, d_windows, slopes,
+    num_steps, geometry, floor, grad_strides, x_strides, spacing,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, 1), to be added up."""
+    place, index, has_c, inside, count, raw, xs = open_windows(
+        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+    )
+    saved += index * (num_steps * (KH * KW))
+    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
+
+    ls = load_saved(saved, num_steps - 1, inside)
+    pooling, _ = _sample_step(xs, ls, inside, scale, rate_b)
+    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), pooling, raw)
+    totals = dys  # gradient of s X
+    d_rate_a = 0.0
+    d_rate_b = 0.0
+    for i in range(num_steps):
+        # dys is the gradient of the logits s X + b of the step after, ls made that b.
+        k = num_steps - 1 - i
+        ls_before = load_saved(saved, k - 1, inside)
+        weights, r = _sample_step(xs, ls_before, inside, scale, rate_b)
+        dts = ()
+        along = count * 0.0
+        for n in tl.static_range(KH * KW):
+            db = tl.sum(dys[n], 1)
+            along -= db * tl.where(inside[n], ls[n], 0.0)
+            column = tl.exp(scale * xs[n] - rate_a * r - ls[n][:, None])
+            dts += (-rate_b * db[:, None] * tl.where(has_c[None, :], column, 0.0),)
+        d_rate_b += tl.sum(along)
+        da = dts[0]
+        for n in tl.static_range(1, KH * KW):
+            da += dts[n]
+        d_rate_a -= tl.sum(da * r)
+        dys = ()
+        for n in tl.static_range(KH * KW):
+            dys += (weights[n] * (-rate_a * da),)
+        totals = _add(_add(totals, dts, 1.0), dys, 1.0)
+        ls = ls_before
+
+    slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4
+    store_slopes(slopes, tl.sum(dot_taps(totals, xs)), 0.0, d_rate_a, d_rate_b, 0, 1)
+    if NEED_X:
+        dxs = _add(view_start(d_raw, VIEW), totals, scale)
+        raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
+        dxs = view_back(raw, dxs, d_raw, count, floor, VIEW)
+        store_windows(d_windows, dxs, spacing, place, inside, KH, KW, CHANNELS_LAST)
