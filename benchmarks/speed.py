@@ -49,6 +49,15 @@ SOLVERS = {
 }
 
 
+# Sinkhorn that has converged, and its gradients by unrolling or implicit: what that is worth.
+CONVERGED = {
+    'Sinkhorn, 50 iterations': Solver('sinkhorn', num_inner=50),
+    'Sinkhorn, 50 iterations, implicit': Solver('sinkhorn', num_inner=50, implicit=True),
+    'Sinkhorn, 100 iterations': Solver('sinkhorn', num_inner=100),
+    'Sinkhorn, 100 iterations, implicit': Solver('sinkhorn', num_inner=100, implicit=True),
+}
+
+
 class CorePool(nn.Module):
     """rot_pool of a map, with learnable weights and nothing else."""
 
@@ -161,6 +170,7 @@ def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
         must[name] = limits[channels == 2048]
         if reference:
             pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
+    pools |= {name: CorePool(solver, 1, False) for name, solver in CONVERGED.items()}
     times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
     base = times['average (AdaptiveAvgPool2d)']
     shape = f'(32, {channels}, 7, 7)'

@@ -8,6 +8,9 @@ constants dropped that the pooling does not see, a module is, b from zero,
     u = τ/α1' u + a,   v = τ/α1' v + b
 
 from s = 0, u = log p0, v = log q0. The last ends at the weights of the pooling, softmax_n(s X + v).
+
+Where K is large enough for a module to converge, backward need not go through all its steps: with `implicit` it goes
+through one step from the fixed point, by the implicit function theorem.
 """
 
 import torch
@@ -19,7 +22,7 @@ from rotp_vision.core.tape import Coefficient, Tape, Vector
 from rotp_vision.core.weights import StepWeights
 
 
-def _run(tape: Tape, num_modules: int, num_inner: int) -> tuple[Coefficient, Vector]:
+def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[Coefficient, Vector]:
     """s and v of the last module."""
     u, v = tape.log_p0, tape.log_q0
     scale = tape.module(0)[0]
@@ -29,28 +32,48 @@ def _run(tape: Tape, num_modules: int, num_inner: int) -> tuple[Coefficient, Vec
         u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
         p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
         q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
+
+        def half_step(
+            rate: Coefficient, kept: Vector, left: Vector, other: Vector, scale: Coefficient = scale
+        ) -> Vector:
+            gap = tape.combine((1.0, left), (-1.0, tape.lse(scale, other)))
+            return tape.combine((1.0, kept), (rate, gap))
+
         v = v_kept
-        for _ in range(num_inner):
-            gap = tape.combine((1.0, p0_left), (-1.0, tape.lse(scale, v)))
-            u = tape.combine((1.0, u_kept), (feature_rate, gap))
-            gap = tape.combine((1.0, q0_left), (-1.0, tape.lse(scale, u)))
-            v = tape.combine((1.0, v_kept), (sample_rate, gap))
+        tape.recording = not implicit
+        for _ in range(num_inner - implicit):
+            u = _half_step(tape, scale, feature_rate, u_kept, p0_left, v)
+            v = _half_step(tape, scale, sample_rate, v_kept, q0_left, u)
+        tape.recording = True
+        if implicit:
+            before = Vector(v.value, v.axis)
+            u = _half_step(tape, scale, feature_rate, u_kept, p0_left, before)
+            v = _half_step(tape, scale, sample_rate, v_kept, q0_left, u)
+            tape.fixed_point(scale, before, u, v, feature_rate.value * sample_rate.value)
+            if k + 1 < num_modules:
+                u = _half_step(tape, scale, feature_rate, u_kept, p0_left, v)  # as it depends on the fixed point
     return scale, v
 
 
-def _forward(inputs: Inputs, scratch: Scratch, num_inner: int) -> Tensor:
+def _half_step(tape: Tape, scale: Coefficient, rate: Coefficient, kept: Vector, left: Vector, other: Vector) -> Vector:
+    """kept + rate · (left - LSE(s X + other))."""
+    gap = tape.combine((1.0, left), (-1.0, tape.lse(scale, other)))
+    return tape.combine((1.0, kept), (rate, gap))
+
+
+def _forward(inputs: Inputs, scratch: Scratch, num_inner: int, implicit: bool) -> Tensor:
     tape = Tape(inputs, scratch)
-    return tape.pool(*_run(tape, len(inputs.modules.each), num_inner))
+    return tape.pool(*_run(tape, len(inputs.modules.each), num_inner, False))
 
 
 def _backward(
-    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, num_inner: int
+    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, num_inner: int, implicit: bool
 ) -> Gradients:
     tape = Tape(inputs, scratch, needs, slopes)
-    return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner), grad)
+    return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner, implicit), grad)
 
 
-register('sinkhorn_pool', _forward, _backward, ', int num_inner', enlarge=2)
+register('sinkhorn_pool', _forward, _backward, ', int num_inner, bool implicit', enlarge=2)
 
 
 def sinkhorn_pool(
@@ -60,6 +83,7 @@ def sinkhorn_pool(
     log_q0: Tensor,
     weights: StepWeights,
     num_inner: int,
+    implicit: bool,
     triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
@@ -71,6 +95,7 @@ def sinkhorn_pool(
         log_q0: (B, N), -inf on masked samples.
         weights: smoothness, feature_penalty, sample_penalty and proximal are read.
         num_inner: K.
+        implicit: whether backward takes the result for converged.
         triton: whether the Triton operator does it, which knows no proximal term.
     """
     if num_inner < 1:
@@ -78,7 +103,7 @@ def sinkhorn_pool(
     coefficients = sinkhorn_coefficients(weights).to(x.dtype)
     if triton:
         return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
-    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)
+    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner, implicit)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:

@@ -29,6 +29,7 @@ class Solver(NamedTuple):
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
+    implicit: bool = False  # Sinkhorn: whether gradients take it for converged, which is cheaper for many steps
     backend: Backend = 'auto'  # of rot_pool: 'auto' takes an explicit operator where there is one
 
 
@@ -55,6 +56,8 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
     explicit = has_explicit(problem, weights, solver)
+    if solver.implicit and (solver.name != 'sinkhorn' or solver.backend == 'reference' or not explicit):
+        raise ValueError(f'implicit is for sinkhorn without structural term and by its operator, got {solver}')
     if solver.backend == 'torch' and not explicit:
         raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
     # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
@@ -71,14 +74,17 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
         )
     check_weights(weights, solver)
     averaged = None if features is problem.features else zero_masked(features, problem.mask)
-    name, coupled, num_inner, similarity, _ = solver
-    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, triton)
+    name, coupled, num_inner, similarity, implicit, _ = solver
+    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, implicit, triton)
 
 
 def check_triton(x: Tensor, weights: StepWeights, solver: Solver) -> None:
     """Raise if the Triton kernels do not solve this, or cannot run on `x`."""
-    if solver.coupled or weights.structure is not None or weights.proximal is not None:
-        raise ValueError("backend 'triton' knows no coupled marginals, structural or proximal term; use backend 'auto'")
+    if solver.coupled or solver.implicit or weights.structure is not None or weights.proximal is not None:
+        raise ValueError(
+            "backend 'triton' knows no coupled marginals, structural or proximal term and no implicit gradients; "
+            "use backend 'auto'"
+        )
     require_triton(x)
 
 
@@ -109,6 +115,7 @@ def explicit_pool(
     coupled: bool,
     num_inner: int,
     similarity: str,
+    implicit: bool,
     triton: bool = False,
 ) -> Tensor:
     """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
@@ -121,6 +128,7 @@ def explicit_pool(
         coupled: see `Solver`.
         num_inner: see `Solver`.
         similarity: see `Solver`.
+        implicit: see `Solver`.
         triton: whether the Triton operator does it.
     """
     if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
@@ -130,7 +138,7 @@ def explicit_pool(
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
     log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, triton)
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, implicit, triton)
     elif coupled:
         pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
     else:

@@ -69,6 +69,7 @@ class Tape:
         self._gone = inputs.log_q0 == -torch.inf
         self._needs = needs
         self._slopes = slopes
+        self.recording = needs is not None  # off, vectors are constants of what follows
         self._scratch = scratch
         self._shared: dict[tuple[int, int], _Shared] = {}
         self._back: list[Callable[[], None]] = []
@@ -165,6 +166,24 @@ class Tape:
 
         return self._record(result, back)
 
+    def fixed_point(self, scale: Coefficient, before: Vector, between: Vector, after: Vector, rate: Tensor) -> None:
+        """Say that `after` = F(`before`) is where F ends, a step of Sinkhorn scaling by way of `between`.
+
+        The gradient of the end solves w = Jᵀ w + its own, where J = dF/d before = rate · softmax_dᵀ softmax_n has rows
+        that sum to rate < 1; going back through the one step with w in place of the gradient is all that is left.
+        """
+
+        def back() -> None:
+            if after.grad is None:
+                return
+            rows, row_totals, _ = self._sweep(scale, before)
+            columns, column_totals, _ = self._sweep(scale, between)
+            step = torch.bmm(columns.mT, rows.div_(row_totals)) / column_totals.mT * rate  # (b, N, N)
+            system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
+            after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT  # without a look at the device
+
+        self._record(after, back)
+
     def _shared_lse(self, shared: _Shared, vector: Vector) -> Vector:
         weights, shift = self._shared_weights(shared, vector)
         total = shared.sum(weights, vector.axis)
@@ -233,15 +252,16 @@ class Tape:
         return torch.zeros_like(vector.value) if vector.grad is None else vector.grad
 
     def _record(self, result: Vector, back: Callable[[], None]) -> Vector:
-        if self._needs is not None:
+        if self._needs is not None and self.recording:
             self._back.append(back)
         return result
 
     def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
         """exp(scale · X + vector - shift), their sum along the vector's axis, and the shift."""
-        out = self._scratch.take() if self._buffer is None else self._buffer
-        if self._needs is None:
-            self._buffer = out
+        if self._needs is not None and self.recording:
+            out = self._scratch.take()
+        else:
+            out = self._buffer = self._scratch.take() if self._buffer is None else self._buffer
         shared = self._shared.get((scale.row, scale.module))
         if shared is not None:
             weights, shift = self._shared_weights(shared, vector)

@@ -33,7 +33,7 @@ class ROTPool(nn.Module):
         self.view: str = self.options.view
         # The solver's fields once more, one by one: TorchScript does not take it whole.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
-        self._similarity = str(self.solver.similarity)
+        self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
         if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.weights = ModuleWeights(self.options)
@@ -74,7 +74,7 @@ class ROTPool(nn.Module):
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             weights = self.weights()
             pooled = explicit_pool(
-                features, problem, weights, self._name, self._coupled, self._num_inner, self._similarity
+                features, problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
             )
         else:
             pooled = rot_pool(features, problem, self.weights(), self.solver)

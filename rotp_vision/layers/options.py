@@ -30,6 +30,8 @@ class PoolOptions:
         solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
         num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
         num_inner: K, Sinkhorn steps in a module.
+        implicit: Sinkhorn only: gradients by the implicit function theorem, which take the result for converged. For 50
+            steps and more, where that is so, and unrolling them costs more.
         coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
         start: 'paper' starts every weight at softplus(0); 'mean' starts next to average pooling.
         learn: weights 'per-module', 'shared' over modules, or 'fixed'.
@@ -56,6 +58,7 @@ class PoolOptions:
     solver: SolverName = 'badmm-e'
     num_modules: int | None = None
     num_inner: int = 4
+    implicit: bool = False
     coupled: bool = False
     start: Start = 'paper'
     learn: Learn = 'per-module'
@@ -93,6 +96,8 @@ class PoolOptions:
                 raise ValueError(f'{name} must be a positive integer, got {value!r}')
         if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or self.structure < 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
+        if self.implicit and (self.solver != 'sinkhorn' or self.structure):
+            raise ValueError("implicit is an option of solver 'sinkhorn' without structural term")
         if self.coupled and self.solver == 'sinkhorn':
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
         if self.coupled and self.modules < 3:
@@ -126,7 +131,7 @@ class PoolOptions:
         return 1 if self.solver == 'sinkhorn' and self.structure == 0 else 4
 
     def to_solver(self) -> Solver:
-        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.backend)
+        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.implicit, self.backend)
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
         """The weights that this solver reads, and the positive value(s) each starts at."""

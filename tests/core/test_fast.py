@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rotp_vision.core import Solver, StepWeights, decompositions, explicit_pool, rot_pool, rot_problem
 from rotp_vision.core import scratch as scratch_module
+from rotp_vision.layers import PoolOptions
 
 # solver, whether with a structural term, whether with a proximal one
 OPERATORS = {
@@ -250,7 +251,7 @@ def test_opcheck(operator):
     """torch's own tests of an operator: schema, fake tensors, autograd registration, dynamic shapes."""
     solver, structure, _ = operator
     name = {'sinkhorn': 'sinkhorn_pool'}.get(solver.name, 'coupled_badmm_pool' if solver.coupled else 'badmm_pool')
-    options = {'sinkhorn_pool': (2,), 'coupled_badmm_pool': ()}.get(
+    options = {'sinkhorn_pool': (2, False), 'coupled_badmm_pool': ()}.get(
         name, (solver.name == 'badmm-q', solver.similarity if structure else '')
     )
     rows = {'sinkhorn_pool': 4, 'coupled_badmm_pool': 19}.get(name, 3 + (solver.name == 'badmm-q') + structure)
@@ -279,7 +280,7 @@ class Pool(nn.Module):
         problem = rot_problem(maps.flatten(2))
         a = self.alpha
         weights = StepWeights(a, a, a, self.structure, a, self.proximal)
-        return explicit_pool(None, problem, weights, self.name, self.coupled, self.num_inner, self.similarity)
+        return explicit_pool(None, problem, weights, self.name, self.coupled, self.num_inner, self.similarity, False)
 
 
 @every_operator
@@ -326,6 +327,31 @@ def test_autocast_changes_nothing(operator):
         (grad,) = torch.autograd.grad(out.sum(), layer.alpha)
     assert torch.equal(out, expected)
     assert torch.equal(grad, torch.autograd.grad(expected.sum(), layer.alpha)[0])
+
+
+@pytest.mark.parametrize('proximal', [False, True])
+@pytest.mark.parametrize('masked', [False, True])
+@pytest.mark.parametrize('spread', [1.0, 1e3])
+def test_implicit_gradients_are_those_of_a_converged_sinkhorn(proximal, masked, spread, monkeypatch):
+    """At the fixed point unrolling gives the same, with exponentials shared or not (the spread)."""
+    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)
+    operator = Solver('sinkhorn', num_inner=400), False, proximal
+    mask = torch.arange(6) < torch.tensor([[1], [4], [6]]) if masked else None
+    tensors = leaves(operator, 3, 8, 6, num_modules=2, view=True)
+    tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
+    expected = results(operator, tensors, 'torch', mask)
+    got = results((operator[0]._replace(implicit=True), False, proximal), tensors, 'torch', mask)
+    for name, value in expected.items():
+        size = value.abs().max().clamp_min(1e-2)
+        assert ((got[name] - value).abs().max() / size).item() < 1e-9, name
+
+
+def test_implicit_gradients_are_for_sinkhorn():
+    operator = Solver('badmm-e', implicit=True), False, False
+    with pytest.raises(ValueError, match='implicit is for sinkhorn'):
+        results(operator, leaves(operator, 1, 6, 5), 'torch')
+    with pytest.raises(ValueError, match="implicit is an option of solver 'sinkhorn'"):
+        PoolOptions('badmm-q', implicit=True)
 
 
 def test_backend_is_checked():
