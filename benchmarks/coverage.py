@@ -1,8 +1,8 @@
 """How many of the models of timm and torchvision can be converted, counted by converting them.
 
-    python benchmarks/coverage.py                     # all, on the meta device; writes benchmarks/COVERAGE.md
-    python benchmarks/coverage.py --filter 'resnet*' --limit 20
-    python benchmarks/coverage.py --groups            # the smallest model of each group, for real, forward and backward
+    python -m benchmarks.coverage                     # all, on the meta device; writes benchmarks/COVERAGE.md
+    python -m benchmarks.coverage --filter 'resnet*' --limit 20
+    python -m benchmarks.coverage --groups            # the smallest model of each group, for real, forward and backward
 
 Both keep what they found in a file of JSON lines (`--results`) and continue where they stopped.
 """
@@ -190,7 +190,7 @@ def markdown(counted: list[dict], runs: list[dict] | None, too_large: list[str])
     lines = [
         '# Models that can be converted',
         '',
-        f'timm {timm.__version__}, torchvision {torchvision.__version__}; `python benchmarks/coverage.py --groups`',
+        f'timm {timm.__version__}, torchvision {torchvision.__version__}; `python -m benchmarks.coverage --groups`',
         '',
         '| library | what pools | models | converted |',
         '| --- | --- | --- | --- |',

@@ -1,6 +1,6 @@
 """What each solver costs, as a multiple of average pooling in the same run: a Markdown table on stdout.
 
-    python benchmarks/solvers.py --threads 1 --repeats 9
+    python -m benchmarks.solvers --threads 1 --repeats 9
 
 Candidates take turns within every repeat and the median counts, so that a busy machine disturbs all alike.
 """

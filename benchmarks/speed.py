@@ -1,14 +1,13 @@
 """What pooling costs: time as a multiple of average pooling, memory as a multiple of the map.
 
-    python benchmarks/speed.py                   # everything; writes speed.csv, speed.md, speed.png
-    python benchmarks/speed.py --no-step --repeats 5
+    python -m benchmarks.speed                   # everything; writes speed.csv, speed.md, speed.png
+    python -m benchmarks.speed --no-step --repeats 5
 
 All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
 else the machine does falls on all alike. Ratios can be compared across machines, times cannot.
 """
 
 import argparse
-import csv
 import platform
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 from timm.layers import AttentionPool2d, LsePlus2d, SimPool2d
 from torch import Tensor, nn
 
+from benchmarks.tables import to_csv, to_markdown, write_text
 from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
 from rotp_vision.layers import LocalROTPool2d
 
@@ -240,15 +240,6 @@ def resnet_step_seconds(timing: Timing, steps: int) -> float:
     return statistics.median(times[1:])
 
 
-def markdown(rows: list[Row]) -> str:
-    def cell(value: str | float) -> str:
-        return value if isinstance(value, str) else f'{value:.3g}'
-
-    columns = list(rows[0])
-    lines = ['| ' + ' | '.join(columns) + ' |', '|' + ' --- |' * len(columns)]
-    return '\n'.join([*lines, *('| ' + ' | '.join(cell(row[c]) for c in columns) + ' |' for row in rows)])
-
-
 def plot(rows: list[Row], path: Path) -> None:
     shapes = list(dict.fromkeys(str(row['map']) for row in rows))
     figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 3.2 * len(shapes)), layout='constrained', squeeze=False)
@@ -286,9 +277,7 @@ def main() -> None:
 
     rows = [r for channels in (512, 2048) for r in global_rows(channels, timing, reference=not args.no_reference)]
     rows += local_rows(timing)
-    machine = (
-        f'{platform.processor() or platform.machine()}, {args.threads} threads, torch {torch.__version__}, float32'
-    )
+    machine = f'{processor()}, {args.threads} threads, torch {torch.__version__}, float32'
     parts = [f'# What pooling costs\n\n{machine}. Forward and backward, medians.']
     if not has_pot():
         parts.append('POT is not installed: its row is missing.')
@@ -298,16 +287,15 @@ def main() -> None:
             known = str(row['map']).startswith('(32, 2048')
             row['% of a ResNet-50 step'] = 100 * float(row['ms']) / 1e3 / seconds if known else ''
         parts.append(f'A ResNet-50 training step at 224 px, batch 32, took {seconds:.2f} s in the same run.')
-    parts.append(markdown(rows))
+    parts.append(to_markdown(rows))
     if not args.no_growth:
-        parts.append('## Growth when one size doubles, from (32, 512, 49), × time\n\n' + markdown(growth_rows(timing)))
+        parts.append(
+            '## Growth when one size doubles, from (32, 512, 49), × time\n\n' + to_markdown(growth_rows(timing))
+        )
 
     args.output.mkdir(parents=True, exist_ok=True)
-    with (args.output / 'speed.csv').open('w', newline='') as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    (args.output / 'speed.md').write_text('\n\n'.join(parts) + '\n')
+    write_text(args.output / 'speed.csv', to_csv(rows))
+    write_text(args.output / 'speed.md', '\n\n'.join(parts) + '\n')
     plot(rows, args.output / 'speed.png')
     print('\n\n'.join(parts))
 

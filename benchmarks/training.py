@@ -1,6 +1,6 @@
 """What stage 2 saves: the cost of its steps as a share of a full training step, side by side on this machine.
 
-    python benchmarks/training.py --model resnet18 --image-size 224 --batch-size 16
+    python -m benchmarks.training --model resnet18 --image-size 224 --batch-size 16
 
 A row is the median over repetitions of the seconds of one optimizer step: forward, backward and update on the same
 synthetic images, or on stored float16 maps for the cache. Interleaving the repetitions lets all rows see the same load.

@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time for GPUs that need not be here; a table of what each takes.
 
-    python benchmarks/triton_aot.py [--targets sm_80 gfx942] [--quick] [--output benchmarks/TRITON.md]
+    python -m benchmarks.triton_aot [--targets sm_80 gfx942] [--quick] [--output benchmarks/TRITON.md]
 
 Registers, spilled bytes and shared memory are those of the compiled kernel (`cuobjdump` of the triton wheel for NVIDIA,
 the metadata of the code object for AMD). Launches and bytes are counted, not measured: nothing here says how fast a
@@ -208,7 +208,7 @@ def main() -> None:
 def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, tuple[int, ...]]]) -> None:
     lines = [
         '# The Triton kernels, compiled for GPUs that were not there\n',
-        f'`python benchmarks/triton_aot.py --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
+        f'`python -m benchmarks.triton_aot --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
         'thread, bytes spilled per thread and bytes of shared memory per program, each the most over dtypes and',
         'layouts. Tiles are features × samples, and windows × channels. Nothing here says how fast a kernel is: no GPU',
         'has run them yet.\n',
