@@ -191,8 +191,9 @@ def test_sheet_and_page(files, tmp_path, name, panels):
     assert len(pictures) == 2
     assert all(picture.width == 290 * panels for picture in pictures)
     assert Image.open(sheet).size == (290 * panels, sum(picture.height for picture in pictures))
+    words = re.sub(r'base64,[^"]+', '', text)  # in which any letters may follow each other
     for foreign in ('<script', 'http', '<b>', '<three>'):
-        assert foreign not in text
+        assert foreign not in words
     assert 'two &amp; &lt;three&gt;.png' in text
     assert ('No evidence maps: ' in text) == (panels == 2)
     assert 'α1, smoothness' in text
