@@ -369,7 +369,7 @@ def badmm_pool(
         similarity: of the structural term, see `structural_force`.
         triton: whether the Triton operator does it, which knows no structural term.
     """
-    coefficients = badmm_coefficients(weights, quadratic).to(x.dtype)
+    coefficients = badmm_coefficients(weights, quadratic).to(log_p0.dtype)
     if triton:
         return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
     if weights.structure is None:

@@ -100,7 +100,7 @@ def sinkhorn_pool(
     """
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
-    coefficients = sinkhorn_coefficients(weights).to(x.dtype)
+    coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
     if triton:
         return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
     return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner, implicit)

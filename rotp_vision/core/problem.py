@@ -23,7 +23,7 @@ Regularizer = Literal['entropic', 'quadratic']
 class ROTProblem(NamedTuple):
     """A checked batch of problems; make it with [`rot_problem`][rotp_vision.core.rot_problem]."""
 
-    features: Tensor  # (B, D, N) in float32 or float64, zero on masked samples
+    features: Tensor  # (B, D, N) in float32 or float64 (or half, see `rot_problem`), zero on masked samples
     log_feature_prior: Tensor  # (B or 1, D) log p0
     log_sample_prior: Tensor  # (B or 1, N) log q0, zero (not -inf) on masked samples so that gradients stay finite
     mask: Tensor | None  # (B, 1, N) bool, True on the samples that exist
@@ -34,6 +34,7 @@ def rot_problem(
     log_feature_prior: Tensor | None = None,
     log_sample_prior: Tensor | None = None,
     mask: Tensor | None = None,
+    keep_half: bool = False,
 ) -> ROTProblem:
     """The batch of problems for `features`, checked, in float32 or wider, with normalised priors.
 
@@ -43,17 +44,18 @@ def rot_problem(
         log_sample_prior: (B, N) or (1, N) log q0 up to a constant; uniform if None.
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
+        keep_half: leave features of half precision as they are, for kernels that widen what they read.
     """
     if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         _check(features, log_feature_prior, log_sample_prior, mask)
     dtype = torch.promote_types(features.dtype, torch.float32)
-    x = features.to(dtype)
+    x = features if keep_half else features.to(dtype)
     num_features, num_samples = x.shape[1:]
     if log_feature_prior is None:
-        log_p0 = x.new_zeros(1, num_features).log_softmax(-1)
+        log_p0 = x.new_zeros([1, num_features], dtype=dtype).log_softmax(-1)
     else:
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
-    log_q0 = x.new_zeros(1, num_samples) if log_sample_prior is None else log_sample_prior.to(dtype)
+    log_q0 = x.new_zeros([1, num_samples], dtype=dtype) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
         return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.

@@ -34,6 +34,7 @@ class ROTPool(nn.Module):
         # The solver's fields once more, one by one: TorchScript does not take it whole.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
         self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
+        self._triton = self.solver.backend == 'triton'
         if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.weights = ModuleWeights(self.options)
@@ -46,7 +47,9 @@ class ROTPool(nn.Module):
             size = (num_features,) if self.options.gain == 'channel' and num_features is not None else ()
             self.gain = PositiveWeight(1.0, size)
 
-    def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
+    def _problem(
+        self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, keep_half: bool = False
+    ) -> ROTProblem:
         log_feature_prior = None
         if self.prior is not None:
             log_feature_prior, log_sample_prior = self.prior(x)
@@ -55,6 +58,7 @@ class ROTPool(nn.Module):
             log_feature_prior=log_feature_prior,
             log_sample_prior=log_sample_prior,
             mask=mask,
+            keep_half=keep_half,
         )
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
@@ -66,7 +70,11 @@ class ROTPool(nn.Module):
             log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
         """
         x = _without_masked(x, mask)
-        return self._pool(x, self._problem(x, mask, log_sample_prior))
+        keep_half = False
+        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            # Triton kernels widen what they read; the reference, which is what ONNX gets, does not.
+            keep_half = self._triton and not torch.onnx.is_in_onnx_export()
+        return self._pool(x, self._problem(x, mask, log_sample_prior, keep_half))
 
     def _pool(self, x: Tensor, problem: ROTProblem) -> Tensor:
         # Where the plan sees the features themselves there is one tensor to read and to keep, not two.

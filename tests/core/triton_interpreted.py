@@ -206,6 +206,25 @@ def test_layers(solver):
     assert_close({'output': got}, {'output': expected})
 
 
+@pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
+def test_layers_keep_half_precision(solver):
+    """What is saved for backward is the half-precision map itself, not a wider copy of it."""
+    x = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        got = GlobalROTPool2d({'solver': solver, 'backend': 'triton'})(x)
+    assert got.dtype == torch.float16
+    assert [tensor.dtype for tensor in saved if tensor.numel() == x.numel()] == [torch.float16]
+    expected = GlobalROTPool2d({'solver': solver, 'backend': 'torch'})(x.detach())
+    torch.testing.assert_close(got.detach(), expected, rtol=2e-3, atol=2e-3)
+    assert torch.autograd.grad(got.sum(), x)[0].dtype == torch.float16
+
+
 def test_bench_compares_and_advises(monkeypatch, capsys):
     monkeypatch.setattr(bench, 'SHAPES', ((5, 2, 2),))
     monkeypatch.setattr(bench, 'LOCAL_SHAPES', ((3, 2, 3),))
