@@ -46,7 +46,7 @@ class SmallNet(nn.Module):
     def __init__(self, pool: nn.Module):
         super().__init__()
         layers: list[nn.Module] = []
-        for before, after, stride in zip((3, *WIDTHS), WIDTHS, (2, 2, 1, 1)):  # noqa: B905  widths end first
+        for before, after, stride in zip((3, *WIDTHS[:-1]), WIDTHS, (2, 2, 1, 1), strict=True):
             layers += [nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(True)]
         self.features = nn.Sequential(*layers)
         self.pool = pool

@@ -8,6 +8,7 @@ else the machine does falls on all alike. Ratios can be compared across machines
 """
 
 import argparse
+import importlib.util
 import platform
 import statistics
 import time
@@ -101,11 +102,7 @@ class POTSinkhorn(nn.Module):
 
 
 def has_pot() -> bool:
-    try:
-        import ot.batch  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec('ot') is not None
 
 
 def peers(channels: int) -> dict[str, nn.Module]:

@@ -141,8 +141,8 @@ def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
     """Registers per thread, bytes spilled per thread, bytes of shared memory."""
     if target.backend == 'hip':
         text = binary.asm['amdgcn']
-        number = lambda name: int(re.search(rf'\.{name}:\s*(\d+)', text)[1])  # noqa: E731
-        return number('vgpr_count'), number('private_segment_fixed_size'), binary.metadata.shared
+        numbers = dict(re.findall(r'\.(vgpr_count|private_segment_fixed_size):\s*(\d+)', text))
+        return int(numbers['vgpr_count']), int(numbers['private_segment_fixed_size']), binary.metadata.shared
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(binary.asm['cubin'])
         file.flush()

@@ -69,7 +69,7 @@ class ROTPool(nn.Module):
             mask: (B, N), True where a sample exists; None where all do.
             log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
         """
-        x = _without_masked(x, mask)
+        x = self._without_masked(x, mask)
         keep_half = False
         if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             # Triton kernels widen what they read; the reference, which is what ONNX gets, does not.
@@ -90,9 +90,15 @@ class ROTPool(nn.Module):
             pooled = pooled * self.gain().to(pooled.dtype)
         return pooled.to(x.dtype)
 
+    def _without_masked(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """`x` (B, D, N) with zeros where nothing is, as padding may hold anything, NaN included."""
+        # A view and a prior read it before the problem is made, which does the same for what the plan sees.
+        read_before = self.view != 'identity' or self.prior is not None
+        return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and read_before else x
+
     def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""
-        problem = self._problem(_without_masked(x, mask), mask, log_sample_prior)
+        problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
         return solve(problem, self.weights(), self.solver)
 
     def named_weights(self) -> dict[str, Tensor]:
@@ -133,8 +139,3 @@ class ROTPool(nn.Module):
         given = {'solver': self.options.solver, 'modules': self.options.modules} | self.options.to_dict()
         given.pop('num_modules', None)
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
-
-
-def _without_masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """`x` (B, D, N) with zeros where nothing is: padding may hold anything, NaN included."""
-    return x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0)
