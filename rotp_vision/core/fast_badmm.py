@@ -17,8 +17,10 @@ sample has log q0 = -inf and needs no other care. Backward runs the modules agai
 chunk at hand, and goes through them in reverse.
 
 Time is passes over memory. So Q and V stay as exponentials and their sums, of which P and S are made in the pass that
-reads them. And as adding a feature vector to X changes nothing (u takes it up), X may be shifted to a maximum of zero
-in every row: where its spread is moderate, no softmax needs a maximum of its own.
+reads them; on the way back the gradients of their logits are written over them, and as they lie one after the other in
+memory, all their shares in the gradient of X are one product of matrices. And as adding a feature vector to X changes
+nothing (u takes it up), X may be shifted to a maximum of zero in every row: where its spread is moderate, no softmax
+needs a maximum of its own.
 """
 
 import math
@@ -49,16 +51,21 @@ class _Scalars(NamedTuple):
 
 
 class _Modules(NamedTuple):
-    """The scalars of all modules, made once for all chunks."""
+    """What all chunks have in common, made once."""
 
     each: list[_Scalars]
     betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
     rhos: Tensor  # (T, 1, 1, 1) ρ
-    slope: float  # max β
-    drift: float  # |M - Z/ρ| is at most this times the largest entry of a plan
+    of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
+    slope: float  # max β, or infinity if values may not be looked at
+    slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._bound`
+    pushes: float  # Σ α0/ρ
+    masked: bool  # whether some sample is known to be
 
 
-def _prepare(x: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, similarity: str) -> _Modules:
+def _prepare(
+    x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, similarity: str
+) -> _Modules:
     beta, kappa, rho, *forces = coefficients
     columns = [row.unbind() for row in (beta, kappa, rho, kappa * beta, -rho.reciprocal())]
     none = [None] * len(columns[0])
@@ -66,12 +73,20 @@ def _prepare(x: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, simi
     structure = forces[-1].unbind() if similarity else none
     each = [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
     betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
-    slope = drift = math.inf
-    if eager and structure is none:
-        slope, steps = float(beta.amax()), rho.tolist()
-        drift = max(sum(steps[:k]) / step for k, step in enumerate(steps))
-        drift += 2 * float(forces[0].sum()) if quadratic else 0.0
-    return _Modules(each, betas, rho.view(-1, 1, 1, 1), slope, drift)
+    of_x = torch.stack([beta, kappa * beta], 1).flatten()[:-1]
+    common = each, betas, rho.view(-1, 1, 1, 1), of_x
+    if not eager or not x.numel():
+        return _Modules(*common, math.inf, 0.0, 0.0, False)
+
+    steps = rho.tolist()
+    drift = max(sum(steps[:k]) / step for k, step in enumerate(steps))
+    drift += 2 * float(forces[0].sum()) if quadratic else 0.0
+    kept = log_q0[log_q0 > -torch.inf]
+    (p0_least, p0_most), (q0_least, q0_most) = (torch.stack(log.aminmax()).tolist() for log in (log_p0, kept))
+    slack = 4 * drift * math.exp(max(p0_most, q0_most)) + math.log(x[0].numel())
+    slack += p0_most - p0_least + q0_most - q0_least
+    pushes = 2 * float(forces[-1].sum()) if similarity else 0.0
+    return _Modules(*common, float(beta.amax()), slack, pushes, kept.numel() < log_q0.numel())
 
 
 class _Plan(NamedTuple):
@@ -91,7 +106,15 @@ class _Module(NamedTuple):
     u: Tensor  # (b, D, 1) up to a constant
     s: _Plan | None = None
     from_p: Applied | None = None  # of Φ(P)
-    forces: Tensor | None = None  # (b, D, N) M after Φ(P), where its slope is needed
+
+
+class _Pull(NamedTuple):
+    """A part of the gradient of a plan: that of exponentials · weight is factor · grad."""
+
+    grad: Tensor  # (b, D, N)
+    weight: Tensor  # (b, D, 1) or (b, 1, N)
+    factor: Tensor | float
+    out: Tensor  # (b, D, N) for grad · exponentials; may be grad itself
 
 
 class _Chunk:
@@ -108,7 +131,7 @@ class _Chunk:
         self.modules = self.all.each
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
         self._plan = scratch.take() if similarity else None
-        self.forced = quadratic or self.structure is not None
+        self._gone = inputs.log_q0 == -torch.inf if self.all.masked else None
         self.bounded = False
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
         if self.all.slope < math.inf:
@@ -124,74 +147,61 @@ class _Chunk:
         damped by κ.
         """
         peak = self.x.amax(2, keepdim=True)
-        gone = self.log_q0 == -torch.inf
-        log_q0 = self.log_q0.masked_fill(gone, 0.0)
-        looked_at = [
-            (peak - self.x.amin(2, keepdim=True)).amax(),
-            self.log_p0.amax(),
-            self.log_p0.amin(),
-            log_q0.amax(),
-            log_q0.masked_fill(gone, torch.inf).amin(),
-            gone.any().to(self.x.dtype),
-        ]
-        spread, p0_most, p0_least, q0_most, q0_least, masked = torch.stack(looked_at).tolist()
-        exponent = spread * self.all.slope * (2 if masked else 1)
-        exponent += 4 * self.all.drift * math.exp(max(p0_most, q0_most))
-        exponent += (p0_most - p0_least) + (q0_most - q0_least) + math.log(self.x[0].numel())
+        spread = float((peak - self.x.amin(2, keepdim=True)).amax())
+        exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
+        if self.structure is not None:
+            exponent += 4 * self.all.pushes * float(self.structure.largest())
         self.bounded = exponent < exponent_limit(self.x.dtype)
         if self.bounded:
-            self.x = torch.sub(self.x, peak, out=self.scratch.take() if self.x is inputs.x else self.x)
+            ours = self.x is not inputs.x and self.structure is None
+            self.x = torch.sub(self.x, peak, out=self.x if ours else self.scratch.take())
             if inputs.features is None:
                 self.features, self.offset = self.x, peak
 
     def softmax(self, y: Tensor, dim: int, log_prior: Tensor, weighted_prior: Tensor) -> tuple[_Plan, Tensor]:
         """ρ · prior · softmax of y along `dim`, over y, and log prior - its log-sum-exp up to a constant."""
-        y, total, top = exponentials(y, dim, self.scratch, self.bounded)
+        y, total, top = exponentials(y, dim, self.scratch, self.bounded, self._gone if dim == 2 else None)
         scale = weighted_prior / total
         return _Plan(y, total, scale), scale.log() if top is None else log_prior - (total.log() + top)
 
-    def push(self, m: Tensor, module: _Scalars, exponentials: Tensor, scale: Tensor) -> tuple[Tensor, Applied | None]:
-        """M + Φ(exponentials · scale), written over M."""
-        if module.roughness is not None:
-            m = torch.addcmul(m, exponentials, module.roughness * scale, out=self.scratch.over(m))
+    def roughen(self, m: Tensor | None, exponentials: Tensor, weight: Tensor) -> Tensor:
+        """M - α1/ρ plan, of the plan exponentials · weight with -α1/ρ in the weight, written over M."""
+        if m is None:
+            return torch.mul(exponentials, weight, out=self.scratch.take())
+        return torch.addcmul(m, exponentials, weight, out=self.scratch.over(m))
+
+    def push(self, mixing: Tensor | None, module: _Scalars, exponentials: Tensor, weight: Tensor) -> Applied | None:
+        """Add α0/ρ Σ1 P Σ2 to the structural force, P = exponentials · weight."""
         if self.structure is None or module.structure is None:
-            return m, None
-        plan = torch.mul(exponentials, scale, out=self._plan)
-        return self.structure.push(m, plan, module.structure, self.scratch)
+            return None
+        return self.structure.push(mixing, torch.mul(exponentials, weight, out=self._plan), module.structure)
 
     def pull(
         self,
-        dm: Tensor,
+        dm: Tensor | None,
         k: int,
-        exponentials: Tensor,
-        scale: Tensor,
+        plan: _Plan,
+        weight: Tensor,
         applied: Applied | None,
         slopes: Slopes,
-        out: Tensor,
-    ) -> Tensor:
-        """Back through `push` in module k: exponentials · gradient of the plan into `out`."""
-        module = self.modules[k]
-        if self.structure is None or applied is None:
-            assert module.roughness is not None
-            torch.mul(dm, exponentials, out=out)
-            if slopes.wanted:
-                axis = 1 if scale.shape[1] == 1 else 2
-                slopes.add(FORCE, k, -(out.sum(axis, keepdim=True) * scale).sum())
-            return out.mul_(module.roughness)
-        assert module.structure is not None
-        plan = torch.mul(exponentials, scale, out=self._plan)
-        slopes.add(FORCE + self.quadratic, k, self.structure.back(dm, plan, module.structure, applied, out))
-        if module.roughness is not None:
-            slopes.add(FORCE, k, -self.scratch.inner(dm, plan))
-            out.addcmul_(dm, module.roughness)
-        return out.mul_(exponentials)
+        forces: list[Tensor],
+    ) -> list[_Pull]:
+        """Back through Φ(plan) in module k, the plan being exponentials · weight; `forces` are buffers."""
+        module, pulls = self.modules[k], []
+        if self.structure is not None and applied is not None and module.structure is not None:
+            values = torch.mul(plan.exponentials, weight, out=self._plan)
+            slopes.add(('structure', k), self.structure.push_back(values, module.structure, applied, forces[0]))
+            pulls.append(_Pull(forces[0], weight, 1.0, forces[0]))
+        if dm is not None and module.roughness is not None:
+            pulls.append(_Pull(dm, weight, module.roughness, forces[-1]))
+        return pulls
 
 
-def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
-    """Run the modules and return the last; with `kept` the others are left there, in buffers of their own."""
+def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = ()) -> _Module:
+    """Run the modules and return the last; with `kept` the others are left there, their exponentials in the stack."""
     x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
     weighted_p0, weighted_q0 = (chunk.all.rhos * chunk.p0).unbind(), (chunk.all.rhos * chunk.q0).unbind()
-    v, z, m, from_s = chunk.log_q0, None, None, None
+    v, z, m, mixing = chunk.log_q0, None, None, None
     p = s = None
     for k, module in enumerate(chunk.modules):
         # P-step
@@ -199,39 +209,44 @@ def _run(chunk: _Chunk, kept: list[_Module] | None) -> _Module:
             v = v - v.amax(2, keepdim=True)
         # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
         # be vectorised.
-        out = scratch.take() if p is None or kept is not None else over(p.exponentials)
+        out = stack[2 * k] if stack else scratch.take() if p is None else over(p.exponentials)
         row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
             row = torch.addcmul(row, z, module.minus_step, out=over(row))
-        if chunk.forced:
-            if m is None or s is None:
-                m = torch.mul(x, 0.0, out=scratch.take())
-                m, from_s = chunk.push(m, module, chunk.p0.expand_as(x), chunk.q0)
-            else:
-                m, from_s = chunk.push(m, module, s.exponentials, s.scale / chunk.modules[k - 1].rho)
+        # S', at first p0 q0.
+        before, weight = (chunk.p0, chunk.q0) if s is None else (s.exponentials, s.scale / chunk.modules[k - 1].rho)
+        if module.roughness is not None:
+            m = chunk.roughen(m, before, module.roughness * weight)
             row = torch.add(row, m, out=over(row))
+        from_s = chunk.push(mixing, module, before, weight)
+        if chunk.structure is not None and from_s is not None:
+            row = chunk.structure.act(row, from_s.mixing, scratch)
         p, u = chunk.softmax(row, 2, chunk.log_p0, weighted_p0[k])
         if k + 1 == len(chunk.modules):
             return _Module(p, z, from_s, u)
         # S-step
-        out = scratch.take() if s is None or kept is not None else over(s.exponentials)
+        out = stack[2 * k + 1] if stack else scratch.take() if s is None else over(s.exponentials)
         column = torch.addcmul(module.kappa * u, x, module.kappa_beta, out=out)
-        forces = from_p = None
-        if m is not None:
-            m, from_p = chunk.push(m, module, p.exponentials, p.scale / module.rho)
-            if not chunk.quadratic:
-                forces, m = m, torch.mul(m, module.kappa, out=over(m) if kept is None else scratch.take())
+        weight = p.scale / module.rho
+        if module.roughness is not None:
+            m = chunk.roughen(m, p.exponentials, module.roughness * weight)
             column = torch.add(column, m, out=over(column))
+        from_p = None
+        if chunk.structure is not None and from_s is not None:
+            from_p = chunk.push(from_s.mixing, module, p.exponentials, weight)
+            assert from_p is not None
+            mixing = from_p.mixing * module.kappa
+            column = chunk.structure.act(column, mixing, scratch)
         s, v = chunk.softmax(column, 1, chunk.log_q0, weighted_q0[k])
         # Dual
-        before = z
+        dual = z
         if z is None:
             z = torch.mul(p.exponentials, p.scale, out=scratch.take())
         else:
             z = torch.addcmul(z, p.exponentials, p.scale, out=over(z) if kept is None else scratch.take())
         z = torch.addcmul(z, s.exponentials, s.scale, value=-1, out=over(z))
         if kept is not None:
-            kept.append(_Module(p, before, from_s, u, s, from_p, forces))
+            kept.append(_Module(p, dual, from_s, u, s, from_p))
     raise AssertionError('there is at least one module')
 
 
@@ -242,109 +257,148 @@ def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str)
     return pooled if chunk.offset is None else pooled + chunk.offset
 
 
+def _softmax_back(plan: _Plan, dim: int, pulls: list[_Pull], grad: Tensor) -> list[Tensor]:
+    """Back through `_Chunk.softmax`: the gradient of the logits is written over the plan's exponentials.
+
+    Args:
+        plan: what the softmax has left.
+        dim: along which it is.
+        pulls: the gradient of the plan.
+        grad: of `log prior - log-sum-exp`; that of log prior is written over it.
+
+    Returns:
+        Of each pull, without its factor, Σ grad · exponentials · weight along `dim`.
+    """
+    moved = []
+    for pull in pulls:
+        torch.mul(pull.grad, plan.exponentials, out=pull.out)
+        moved.append(pull.out.sum(dim, keepdim=True).mul_(pull.weight))
+        if isinstance(pull.factor, Tensor):
+            grad.addcmul_(moved[-1], pull.factor)
+        else:
+            grad.add_(moved[-1], alpha=pull.factor)
+    plan.exponentials.mul_((grad / plan.total).neg_())
+    for pull in pulls:
+        if isinstance(pull.factor, Tensor):
+            plan.exponentials.addcmul_(pull.out, pull.weight * pull.factor)
+        else:
+            plan.exponentials.addcmul_(pull.out, pull.weight, value=pull.factor)
+    return moved
+
+
 def _backward(
     grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, quadratic: bool, similarity: str
 ) -> Gradients:
     chunk = _Chunk(inputs, scratch, quadratic, similarity)
-    x, p0, q0 = chunk.x, chunk.p0, chunk.q0
+    x, structure, num_modules = chunk.x, chunk.structure, len(chunk.modules)
     kept: list[_Module] = []
-    last = _run(chunk, kept)
-    if chunk.structure is not None:
-        chunk.structure.start_back(scratch)
+    stack = scratch.stack(2 * num_modules - 1)  # the exponentials of Q, V, Q, V, ..., and then dy, dt, dy, dt, ...
+    last = _run(chunk, kept, stack.unbind())
+    if structure is not None:
+        structure.start_back(scratch)
     d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
     d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
-    dy, dt, spare = scratch.buffer(), scratch.buffer(), scratch.buffer()
+    spare = scratch.buffer()
+    dm = scratch.buffer().zero_() if quadratic else None
+    acting = quadratic or structure is not None
+    forces = [scratch.buffer() for _ in range(quadratic + (structure is not None))]
 
     # f = Σ_n features Q
     grad = grad / last.p.total
     d_features = torch.mul(last.p.exponentials, grad, out=scratch.buffer())
-    mean = torch.mul(d_features, chunk.features, out=dy).sum(2, keepdim=True)
-    torch.addcmul(-mean / last.p.total, chunk.features, grad, out=dy).mul_(last.p.exponentials)
-    dx = None
-    if needs.x:
-        dx = d_features if inputs.features is None else scratch.buffer().zero_()
-    dz = dm = None
-    for k in reversed(range(len(chunk.modules))):
+    _softmax_back(last.p, 2, [_Pull(chunk.features, grad, 1.0, spare)], torch.zeros_like(grad))
+    dz = None
+    for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
         module, step = last if k == len(kept) else kept[k], chunk.modules[k]
+        dy = module.p.exponentials
         dv = dy.sum(1, keepdim=True)
-        if dx is not None:
-            dx.addcmul_(dy, step.beta)
-        if slopes.wanted:
-            slopes.add(BETA, k, scratch.inner(dy, x))
-        if chunk.forced:
-            dm = scratch.buffer().copy_(dy) if dm is None else dm.add_(dy)
+        if dm is not None:
+            dm += dy
+        if structure is not None and module.from_s is not None:
+            structure.act_back(dy, module.from_s.mixing)
         if k == 0:
+            # S' = p0 q0
+            first = _Plan(chunk.p0, chunk.q0, chunk.q0)
+            for pull in chunk.pull(dm, 0, first, chunk.q0, module.from_s, slopes, forces):
+                torch.mul(pull.grad, chunk.p0, out=spare).mul_(chunk.q0)
+                if dm is pull.grad and slopes.wanted:
+                    slopes.add(('roughness', 0), spare.sum())
+                if d_log_p0 is not None:
+                    d_log_p0 += spare.sum(2, keepdim=True) * pull.factor
+                dv += spare.sum(1, keepdim=True) * pull.factor
             if d_log_q0 is not None:
                 d_log_q0 += dv
-            if dm is not None:
-                # S' = p0 q0
-                chunk.pull(dm, k, p0.expand_as(x), q0, module.from_s, slopes, spare).mul_(q0)
-                if d_log_p0 is not None:
-                    d_log_p0 += spare.sum(2, keepdim=True)
-                if d_log_q0 is not None:
-                    d_log_q0 += spare.sum(1, keepdim=True)
             break
         if slopes.wanted:
             assert module.dual is not None
-            slopes.add(RHO, k, scratch.inner(dy, module.dual) * step.minus_step.square())
+            slopes.add(('dual', k), scratch.inner(dy, module.dual))
         if dz is None:
             dz = torch.mul(dy, step.minus_step, out=scratch.buffer())
         else:
             dz.addcmul_(dy, step.minus_step)
 
         # S of the module before: read by its Z and by this module's M.
-        p, _, _, u, s, from_p, forces = kept[k - 1]
+        p, _, _, u, s, from_p = kept[k - 1]
         assert s is not None
         before = chunk.modules[k - 1]
-        torch.mul(dz, s.exponentials, out=dt)
-        s_moved = dt.sum(1, keepdim=True).mul_(s.scale)
-        dv -= s_moved
-        dt.mul_(-s.scale)
-        if dm is not None:
-            scale = s.scale / before.rho
-            chunk.pull(dm, k, s.exponentials, scale, module.from_s, slopes, spare)
-            dv += scale * spare.sum(1, keepdim=True)
-            dt.addcmul_(spare, scale)
+        pulls = chunk.pull(dm, k, s, s.scale / before.rho, module.from_s, slopes, forces) if acting else []
+        s_moved = _softmax_back(s, 1, [_Pull(dz, s.scale, -1.0, spare), *pulls], dv)
         if d_log_q0 is not None:
             d_log_q0 += dv
-        dt.addcmul_(s.exponentials, dv.div_(s.total), value=-1)
         # dt is the gradient of the logits of V.
+        dt = s.exponentials
         du = dt.sum(2, keepdim=True)
-        if dx is not None:
-            dx.addcmul_(dt, before.kappa_beta)
         if slopes.wanted:
-            slope = scratch.inner(dt, x)
-            slopes.add(BETA, k - 1, before.kappa * slope)
-            slopes.add(KAPPA, k - 1, before.beta * slope)
-            slopes.add(KAPPA, k - 1, torch.dot(du.view(-1), u.view(-1)))
+            slopes.add(('u', k - 1), torch.dot(du.view(-1), u.view(-1)))
+        if dm is not None:
+            dm += dt
+        if structure is not None and from_p is not None:
+            structure.act_back(dt, from_p.mixing * before.kappa)
+            slopes.add(('u', k - 1), (structure.d_mixing * from_p.mixing).sum())
+            structure.d_mixing *= before.kappa
         du.mul_(before.kappa)
 
         # P of the module before: read by its Z and by its M.
-        torch.mul(dz, p.exponentials, out=dy)
-        p_moved = dy.sum(2, keepdim=True).mul_(p.scale)
-        if slopes.wanted:
-            slopes.add(RHO, k - 1, (p_moved.sum() - s_moved.sum()) / before.rho)
-        du += p_moved
-        dy.mul_(p.scale)
-        if dm is not None:
-            dm.add_(dt)
-            if forces is not None:
-                slopes.add(KAPPA, k - 1, scratch.inner(dm, forces))
-                dm.mul_(before.kappa)
-            scale = p.scale / before.rho
-            chunk.pull(dm, k - 1, p.exponentials, scale, from_p, slopes, spare)
-            du += scale * spare.sum(2, keepdim=True)
-            dy.addcmul_(spare, scale)
+        pulls = chunk.pull(dm, k - 1, p, p.scale / before.rho, from_p, slopes, forces) if acting else []
+        p_moved = _softmax_back(p, 2, [_Pull(dz, p.scale, 1.0, spare), *pulls], du)
         if d_log_p0 is not None:
             d_log_p0 += du
-        dy.addcmul_(p.exponentials, du.div_(p.total), value=-1)
-    if dx is not None and chunk.structure is not None:
-        dx.add_(chunk.structure.dx())
+        if slopes.wanted:
+            slopes.add(('rho', k - 1), p_moved[0].sum() - s_moved[0].sum())
+            if dm is not None:
+                slopes.add(('roughness', k), s_moved[-1].sum())
+                slopes.add(('roughness', k - 1), p_moved[-1].sum())
+    dx, gradients = None, stack.mT.view(2 * num_modules - 1, -1)
+    if slopes.wanted:
+        slopes.add(('x',), torch.mv(gradients, scratch.flat(x)))
+    if needs.x:
+        dx = d_features if inputs.features is None else scratch.buffer().zero_()
+        torch.addmv(scratch.flat(dx), gradients.t(), chunk.all.of_x, out=scratch.flat(dx))
+        if structure is not None:
+            dx.add_(structure.dx())
     return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
 
 
-register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare)
+def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
+    """The gradient of the coefficients, of what `_backward` has added up."""
+    beta, kappa, rho = coefficients[:FORCE]
+    zero = coefficients.new_zeros(())
+
+    def by_module(name: str) -> Tensor:
+        return torch.stack([sums.get((name, k), zero) for k in range(coefficients.shape[1])])
+
+    by_row, by_column = torch.cat([sums['x',], zero.view(1)]).view(-1, 2).unbind(1)
+    rows = [by_row + kappa * by_column, beta * by_column + by_module('u')]
+    rows.append(by_module('dual') / rho.square() + by_module('rho') / rho)
+    if ('roughness', 0) in sums:
+        rows.append(-by_module('roughness'))
+    if ('structure', 0) in sums:
+        rows.append(by_module('structure'))
+    return torch.stack(rows)
+
+
+register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare, _collect)
 
 
 def badmm_pool(

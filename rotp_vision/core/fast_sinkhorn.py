@@ -33,12 +33,6 @@ def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[
         p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
         q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
 
-        def half_step(
-            rate: Coefficient, kept: Vector, left: Vector, other: Vector, scale: Coefficient = scale
-        ) -> Vector:
-            gap = tape.combine((1.0, left), (-1.0, tape.lse(scale, other)))
-            return tape.combine((1.0, kept), (rate, gap))
-
         v = v_kept
         tape.recording = not implicit
         for _ in range(num_inner - implicit):

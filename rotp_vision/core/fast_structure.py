@@ -12,14 +12,18 @@ from rotp_vision.core.structure import Similarity, length_scale, similarity_fact
 
 
 class Applied(NamedTuple):
-    """What is kept of one application to a plan P: both (b, N, N), small."""
+    """What is kept of one application to a plan P: all (b, N, N), small."""
 
     projected: Tensor  # Lᵀ P
     mixed: Tensor  # Lᵀ P Rᵀ R
+    mixing: Tensor  # W with it
 
 
 class Structure:
-    """Σ1 P Σ2 = L (Lᵀ P Rᵀ R) of a chunk, in the order that suits D > N; see `structural_force`."""
+    """The force L W of a chunk, whose W (b, N, N) gathers what the plans add to it; see `structural_force`.
+
+    A plan adds Σ1 P Σ2 = L (Lᵀ P Rᵀ R), that is Lᵀ P Rᵀ R to W: the order that suits D > N.
+    """
 
     def __init__(self, inputs: Inputs, x: Tensor, similarity: Similarity) -> None:
         self._x = x
@@ -31,31 +35,43 @@ class Structure:
         # With contiguous samples, beside the plan's contiguous features: the fastest of the ways to multiply them.
         self._twin = self._left.contiguous()
 
+    def largest(self) -> Tensor:
+        """A bound on |Σ1 P Σ2|, P of mass one: the entries of both are below the largest on their diagonals."""
+        return self._left.square().sum(2).amax() * self._gram.diagonal(dim1=1, dim2=2).amax()
+
     def _project(self, plan: Tensor) -> Tensor:
         """(b, N, N) Lᵀ plan."""
         return torch.bmm(plan.mT, self._twin).mT
 
-    def push(self, onto: Tensor, plan: Tensor, weight: Tensor, scratch: Scratch) -> tuple[Tensor, Applied]:
-        """`onto` + weight · Σ1 plan Σ2, written over `onto`."""
+    def push(self, mixing: Tensor | None, plan: Tensor, weight: Tensor) -> Applied:
+        """Add weight · Σ1 plan Σ2 to the force L W, where W = `mixing`."""
         projected = self._project(plan)
         mixed = projected @ self._gram
+        added = weight * mixed
+        return Applied(projected, mixed, added if mixing is None else mixing + added)
+
+    def act(self, onto: Tensor, mixing: Tensor, scratch: Scratch) -> Tensor:
+        """`onto` + L W, written over `onto`."""
         out = scratch.over(onto)
         # Transposed, so that all matrices are contiguous.
-        result = torch.baddbmm(onto.mT, (weight * mixed).mT, self._left.mT, out=None if out is None else out.mT)
-        return result.mT, Applied(projected, mixed)
+        return torch.baddbmm(onto.mT, mixing.mT, self._left.mT, out=None if out is None else out.mT).mT
 
     def start_back(self, scratch: Scratch) -> None:
         self._d_left = scratch.buffer().zero_()
         self._d_gram = torch.zeros_like(self._gram)
+        self.d_mixing = torch.zeros_like(self._gram)
 
-    def back(self, grad: Tensor, plan: Tensor, weight: Tensor, applied: Applied, out: Tensor) -> Tensor:
-        """The gradient of weight, where `grad` is that of the sum `push` makes; that of the plan goes to `out`."""
-        d_mixed = self._project(grad)
-        slope = (d_mixed * applied.mixed).sum()
-        d_mixed = weight * d_mixed
+    def act_back(self, grad: Tensor, mixing: Tensor) -> None:
+        """Back through `act`: `grad` (b, D, N) is the gradient of its result."""
+        self.d_mixing += self._project(grad)
+        self._d_left.mT.baddbmm_(mixing, grad.mT)
+
+    def push_back(self, plan: Tensor, weight: Tensor, applied: Applied, out: Tensor) -> Tensor:
+        """Back through `push`: the gradient of the plan goes to `out`, that of weight is returned."""
+        slope = (self.d_mixing * applied.mixed).sum()
+        d_mixed = weight * self.d_mixing
         d_projected = d_mixed @ self._gram
         torch.bmm(d_projected.mT, self._left.mT, out=out.mT)
-        self._d_left.mT.baddbmm_((weight * applied.mixed), grad.mT)
         self._d_left.mT.baddbmm_(d_projected, plan.mT)
         self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
         return slope

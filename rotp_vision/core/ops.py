@@ -45,27 +45,23 @@ class Gradients(NamedTuple):
 
 
 class Slopes:
-    """Gradients of the coefficients (rows, T), added up entry by entry: a list costs less than slices of a tensor."""
+    """What the gradients of the coefficients are made of, added up over the chunks, each under a key of its own."""
 
-    def __init__(self, coefficients: Tensor, wanted: bool) -> None:
+    def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
-        self._zero = coefficients.new_zeros(())
-        self._shape = coefficients.shape
-        self._parts: dict[tuple[int, int], list[Tensor]] = {}
+        self._parts: dict[tuple, list[Tensor]] = {}
 
-    def add(self, row: int, module: int, slope: Tensor) -> None:
-        self._parts.setdefault((row, module), []).append(slope)
+    def add(self, key: tuple, slope: Tensor) -> None:
+        self._parts.setdefault(key, []).append(slope)
 
-    def total(self) -> Tensor:
-        """(rows, T), zero where nothing was added."""
-        rows, num_modules = self._shape
-        parts = [self._parts.get((i, k)) for i in range(rows) for k in range(num_modules)]
-        return torch.stack([torch.stack(part).sum() if part else self._zero for part in parts]).view(self._shape)
+    def sums(self) -> dict[tuple, Tensor]:
+        return {key: torch.stack(parts).sum(0) for key, parts in self._parts.items()}
 
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
 Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, slopes, *options)
-Prepare = Callable[..., Any]  # (x, coefficients (rows, T), eager, *options) -> `Inputs.modules`
+Prepare = Callable[..., Any]  # (x, log_p0, log_q0, coefficients (rows, T), eager, *options) -> `Inputs.modules`
+Collect = Callable[[dict[tuple, Tensor], Tensor], Tensor]  # (sums of the slopes, coefficients) -> (rows, T)
 
 INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
@@ -83,9 +79,16 @@ class Modules(NamedTuple):
     eager: bool  # whether values may be looked at
 
 
-def scalars(x: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
+def scalars(x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
     """The coefficients (rows, T), module by module."""
     return Modules([column.unbind() for column in coefficients.unbind(1)], eager)
+
+
+def entries(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
+    """(rows, T) of slopes whose key is (row, module); zero where there is none."""
+    rows, num_modules = coefficients.shape
+    zero = coefficients.new_zeros(())
+    return torch.stack([sums.get((i, k), zero) for i in range(rows) for k in range(num_modules)]).view(rows, -1)
 
 
 def register(
@@ -94,6 +97,7 @@ def register(
     backward: Backward,
     options: str = '',
     prepare: Prepare = scalars,
+    collect: Collect = entries,
     enlarge: int = 1,
 ) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
@@ -106,6 +110,7 @@ def register(
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
+        collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
         enlarge: how many times larger a chunk may be, see `chunks`.
     """
 
@@ -116,24 +121,25 @@ def register(
     def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
+            modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x, enlarge, parts=8):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
 
     def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        inputs = gather(slice(None), features, x, log_p0, log_q0, prepare(x, coefficients, False, *extra))
-        pooled = forward(inputs, NoScratch(x, 0), *extra).squeeze(2)
+        modules = prepare(x, log_p0, log_q0, coefficients, False, *extra)
+        inputs = gather(slice(None), features, x, log_p0, log_q0, modules)
+        pooled = forward(inputs, NoScratch(x), *extra).squeeze(2)
         return pooled if features is None else pooled.to(features.dtype)
 
     def run_backward(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
         wanted = Needs(*needs)
         total = make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs)
         d_features, d_x, d_log_p0, d_log_q0, d_coefficients = total
-        slopes = Slopes(coefficients, wanted.coefficients)
+        slopes = Slopes(wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(x, coefficients, x.device.type == 'cpu', *extra)
+            modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
             for rows, scratch in chunks(x, enlarge):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
@@ -145,7 +151,8 @@ def register(
                     d_log_p0[rows] = part.log_p0.squeeze(2)
                 if part.log_q0 is not None:
                     d_log_q0[rows] = part.log_q0.squeeze(1)
-            d_coefficients.copy_(slopes.total())
+            if slopes.wanted:
+                d_coefficients.copy_(collect(slopes.sums(), coefficients))
         return total
 
     def make_pooled(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:

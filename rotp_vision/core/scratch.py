@@ -22,8 +22,12 @@ class Scratch:
         self.like = like  # (B, D, N): dtype, device, D and N
         self.num_sets = num_sets
         self._buffers: list[Tensor] = []
+        self._stack: Tensor | None = None
         self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken = 0
+        # Exponents below are raised to it: what is then left, 1e-13 in float32, no sum notices, while on CPU an
+        # exponential that underflows takes a hundred times longer than others, and so does a product.
+        self.floor: float | None = -exponent_limit(like.dtype) / 2 if like.device.type == 'cpu' else None
 
     def start(self, num_sets: int) -> None:
         """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
@@ -46,15 +50,24 @@ class Scratch:
         assert buffer is not None
         return buffer
 
+    def stack(self, count: int) -> Tensor:
+        """(count, b, D, N) buffers that lie in memory one after the other: there is one stack."""
+        _, num_features, num_samples = self.like.shape
+        size = count * num_samples * num_features
+        if self._stack is None:
+            self._stack = self.like.new_empty(self.num_sets * size)
+        return self._stack[: self._current * size].view(count, self._current, num_samples, num_features).mT
+
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Sum of a · b over everything; both (b, D, N) with contiguous features."""
-        return torch.dot(self._flattened(a), self._flattened(b))
+        return torch.dot(self.flat(a), self.flat(b))
 
-    def _flattened(self, values: Tensor) -> Tensor:
+    def flat(self, values: Tensor) -> Tensor:
+        """(b·N·D) the values of a (b, D, N) with contiguous features."""
         # Remembered for the chunk: making the view costs as much as a small operation.
         if id(values) not in self._flat:
             self._flat[id(values)] = values, values.mT.view(-1)
@@ -91,6 +104,10 @@ def chunks(x: Tensor, enlarge: int, parts: int = 1) -> Iterator[tuple[slice, Scr
 class NoScratch(Scratch):
     """Every result in memory of its own: for tracing, where nothing may be written in place."""
 
+    def __init__(self, like: Tensor) -> None:
+        super().__init__(like, 0)
+        self.floor = None
+
     def take(self) -> None:
         return None
 
@@ -98,16 +115,23 @@ class NoScratch(Scratch):
         return None
 
 
-def exponentials(y: Tensor, dim: int, scratch: Scratch, bounded: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def exponentials(
+    y: Tensor, dim: int, scratch: Scratch, bounded: bool, gone: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """exp(y - top) over y, their sum along `dim`, kept, and the maximum `top`.
 
-    Where `bounded` promises that no sum over- or underflows without it, there is no maximum.
+    Where `bounded` promises that no sum over- or underflows without it, there is no maximum. y may be -inf where `gone`
+    is, or anywhere if the scratch has no floor.
     """
     top = None
     if not bounded:
         top = y.amax(dim, keepdim=True)
         y = torch.sub(y, top, out=scratch.over(y))
+    if scratch.floor is not None and (not bounded or gone is not None):
+        y.clamp_(min=scratch.floor)
     y = torch.exp(y, out=scratch.over(y))
+    if gone is not None:
+        y = y.masked_fill_(gone, 0.0)
     return y, y.sum(dim, keepdim=True), top
 
 

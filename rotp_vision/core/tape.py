@@ -322,7 +322,7 @@ class Tape:
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None
         if self._slopes.wanted:
-            self._slopes.add(factor.row, factor.module, slope())
+            self._slopes.add((factor.row, factor.module), slope())
 
     def _add_peak_slope(self, scale: Coefficient, row_sums: Tensor | None) -> None:
         """The part of a scale's slope that X lacks by its peaks."""
