@@ -19,8 +19,8 @@ chunk at hand, and goes through them in reverse.
 Time is passes over memory. So Q and V stay as exponentials and their sums, of which P and S are made in the pass that
 reads them; on the way back the gradients of their logits are written over them, and as they lie one after the other in
 memory, all their shares in the gradient of X are one product of matrices. And as adding a feature vector to X changes
-nothing (u takes it up), X may be shifted to a maximum of zero in every row: where its spread is moderate, no softmax
-needs a maximum of its own.
+nothing (u takes it up), X is shifted to a maximum of zero in every row: where its spread is moderate, no softmax needs
+a maximum of its own.
 """
 
 import math
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -98,23 +98,23 @@ class _Plan(NamedTuple):
 
 
 class _Module(NamedTuple):
-    """What one module leaves behind for backward; the last one ends at P and has nothing after `u`."""
+    """What one module leaves behind for backward; the last one ends at P and has no more than that."""
 
     p: _Plan
     dual: Tensor | None  # (b, D, N) Z', None where zero
     from_s: Applied | None  # of Φ(S')
-    u: Tensor  # (b, D, 1) up to a constant
     s: _Plan | None = None
     from_p: Applied | None = None  # of Φ(P)
+    u: Tensor | None = None  # (b, D, 1) up to a constant
 
 
 class _Pull(NamedTuple):
-    """A part of the gradient of a plan: that of exponentials · weight is factor · grad."""
+    """A part of the gradient of a plan: that of exponentials · weight is grad, times factor if there is one."""
 
     grad: Tensor  # (b, D, N)
     weight: Tensor  # (b, D, 1) or (b, 1, N)
-    factor: Tensor | float
-    out: Tensor  # (b, D, N) for grad · exponentials; may be grad itself
+    factor: Tensor | None
+    out: Tensor  # (b, D, N) for grad · exponentials · weight; may be grad itself
 
 
 class _Chunk:
@@ -130,15 +130,22 @@ class _Chunk:
         self.all: _Modules = inputs.modules
         self.modules = self.all.each
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
+        self.forced = quadratic or self.structure is not None
+        self._rough: Tensor | None = None  # (b, D, N) what the plans have added to M, if quadratic,
+        self._mixing: Tensor | None = None  # and by the structural term, which see
         self._plan = scratch.take() if similarity else None
-        self._gone = inputs.log_q0 == -torch.inf if self.all.masked else None
-        self.bounded = False
+        self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
+        # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
+        peak = self.x.amax(2, keepdim=True)
+        self.bounded = self.all.slope < math.inf and self._bound(peak)
+        ours = self.x is not inputs.x and self.structure is None
+        self.x = torch.sub(self.x, peak, out=self.x if ours else scratch.take())
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
-        if self.all.slope < math.inf:
-            self._bound(inputs)
+        if inputs.features is None:
+            self.features, self.offset = self.x, peak
 
-    def _bound(self, inputs: Inputs) -> None:
-        """Shift X to a maximum of zero in every row if then all sums of exponentials are within bounds.
+    def _bound(self, peak: Tensor) -> bool:
+        """Whether sums of exponentials stay within bounds without a maximum taken off, if the rows of X have zero.
 
         Let R be the spread of X and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
         by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
@@ -146,35 +153,41 @@ class _Chunk:
         unless the maximum is masked. So far goes u, and the spread of log p0 further, and what it adds to a column is
         damped by κ.
         """
-        peak = self.x.amax(2, keepdim=True)
         spread = float((peak - self.x.amin(2, keepdim=True)).amax())
         exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
         if self.structure is not None:
             exponent += 4 * self.all.pushes * float(self.structure.largest())
-        self.bounded = exponent < exponent_limit(self.x.dtype)
-        if self.bounded:
-            ours = self.x is not inputs.x and self.structure is None
-            self.x = torch.sub(self.x, peak, out=self.x if ours else self.scratch.take())
-            if inputs.features is None:
-                self.features, self.offset = self.x, peak
+        return exponent < exponent_limit(self.x.dtype)
 
-    def softmax(self, y: Tensor, dim: int, log_prior: Tensor, weighted_prior: Tensor) -> tuple[_Plan, Tensor]:
-        """ρ · prior · softmax of y along `dim`, over y, and log prior - its log-sum-exp up to a constant."""
-        y, total, top = exponentials(y, dim, self.scratch, self.bounded, self._gone if dim == 2 else None)
-        scale = weighted_prior / total
-        return _Plan(y, total, scale), scale.log() if top is None else log_prior - (total.log() + top)
+    def softmax(self, y: Tensor, dim: int, weighted_prior: Tensor) -> tuple[_Plan, Tensor | None]:
+        """ρ · prior · softmax of y along `dim`, over y, and the maximum that was taken off y."""
+        exponents = Exponents(summable=self.bounded, deep=not self.bounded)
+        y, total, top = exponentials(y, dim, self.scratch, exponents, self.gone if dim == 2 else None)
+        return _Plan(y, total, weighted_prior / total), top
 
-    def roughen(self, m: Tensor | None, exponentials: Tensor, weight: Tensor) -> Tensor:
-        """M - α1/ρ plan, of the plan exponentials · weight with -α1/ρ in the weight, written over M."""
-        if m is None:
-            return torch.mul(exponentials, weight, out=self.scratch.take())
-        return torch.addcmul(m, exponentials, weight, out=self.scratch.over(m))
+    def vector(self, plan: _Plan, top: Tensor | None, log_prior: Tensor) -> Tensor:
+        """log prior - the log-sum-exp of what `softmax` was made of, up to a constant."""
+        return plan.scale.log() if top is None else log_prior - (plan.total.log() + top)
 
-    def push(self, mixing: Tensor | None, module: _Scalars, exponentials: Tensor, weight: Tensor) -> Applied | None:
-        """Add α0/ρ Σ1 P Σ2 to the structural force, P = exponentials · weight."""
-        if self.structure is None or module.structure is None:
-            return None
-        return self.structure.push(mixing, torch.mul(exponentials, weight, out=self._plan), module.structure)
+    def push(
+        self, y: Tensor, k: int, exponentials: Tensor, weight: Tensor, *, damped: bool
+    ) -> tuple[Tensor, Applied | None]:
+        """y + M, over y, once Φ(exponentials · weight) of module k has come to M; and once κ has, if `damped`."""
+        module, scratch, applied = self.modules[k], self.scratch, None
+        if module.roughness is not None:
+            # Then κ is one.
+            weighted = module.roughness * weight
+            if self._rough is None:
+                self._rough = torch.mul(exponentials, weighted, out=scratch.take())
+            else:
+                self._rough = torch.addcmul(self._rough, exponentials, weighted, out=scratch.over(self._rough))
+            y = torch.add(y, self._rough, out=scratch.over(y))
+        if self.structure is not None and module.structure is not None:
+            plan = torch.mul(exponentials, weight, out=self._plan)
+            applied = self.structure.push(self._mixing, plan, module.structure)
+            self._mixing = applied.mixing * module.kappa if damped else applied.mixing
+            y = self.structure.act(y, self._mixing, scratch)
+        return y, applied
 
     def pull(
         self,
@@ -191,7 +204,7 @@ class _Chunk:
         if self.structure is not None and applied is not None and module.structure is not None:
             values = torch.mul(plan.exponentials, weight, out=self._plan)
             slopes.add(('structure', k), self.structure.push_back(values, module.structure, applied, forces[0]))
-            pulls.append(_Pull(forces[0], weight, 1.0, forces[0]))
+            pulls.append(_Pull(forces[0], weight, None, forces[0]))
         if dm is not None and module.roughness is not None:
             pulls.append(_Pull(dm, weight, module.roughness, forces[-1]))
         return pulls
@@ -201,52 +214,44 @@ def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = 
     """Run the modules and return the last; with `kept` the others are left there, their exponentials in the stack."""
     x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
     weighted_p0, weighted_q0 = (chunk.all.rhos * chunk.p0).unbind(), (chunk.all.rhos * chunk.q0).unbind()
-    v, z, m, mixing = chunk.log_q0, None, None, None
+    v, z = chunk.log_q0, None
     p = s = None
     for k, module in enumerate(chunk.modules):
         # P-step
         if chunk.bounded:
             v = v - v.amax(2, keepdim=True)
+            v = v if chunk.gone is None else v.masked_fill(chunk.gone, 0.0)
         # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
         # be vectorised.
         out = stack[2 * k] if stack else scratch.take() if p is None else over(p.exponentials)
         row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
             row = torch.addcmul(row, z, module.minus_step, out=over(row))
-        # S', at first p0 q0.
-        before, weight = (chunk.p0, chunk.q0) if s is None else (s.exponentials, s.scale / chunk.modules[k - 1].rho)
-        if module.roughness is not None:
-            m = chunk.roughen(m, before, module.roughness * weight)
-            row = torch.add(row, m, out=over(row))
-        from_s = chunk.push(mixing, module, before, weight)
-        if chunk.structure is not None and from_s is not None:
-            row = chunk.structure.act(row, from_s.mixing, scratch)
-        p, u = chunk.softmax(row, 2, chunk.log_p0, weighted_p0[k])
+        from_s = from_p = None
+        if chunk.forced:
+            # S', at first p0 q0.
+            before, weight = (chunk.p0, chunk.q0) if s is None else (s.exponentials, s.scale / chunk.modules[k - 1].rho)
+            row, from_s = chunk.push(row, k, before, weight, damped=False)
+        p, top = chunk.softmax(row, 2, weighted_p0[k])
         if k + 1 == len(chunk.modules):
-            return _Module(p, z, from_s, u)
+            return _Module(p, z, from_s)
+        u = chunk.vector(p, top, chunk.log_p0)
         # S-step
         out = stack[2 * k + 1] if stack else scratch.take() if s is None else over(s.exponentials)
         column = torch.addcmul(module.kappa * u, x, module.kappa_beta, out=out)
-        weight = p.scale / module.rho
-        if module.roughness is not None:
-            m = chunk.roughen(m, p.exponentials, module.roughness * weight)
-            column = torch.add(column, m, out=over(column))
-        from_p = None
-        if chunk.structure is not None and from_s is not None:
-            from_p = chunk.push(from_s.mixing, module, p.exponentials, weight)
-            assert from_p is not None
-            mixing = from_p.mixing * module.kappa
-            column = chunk.structure.act(column, mixing, scratch)
-        s, v = chunk.softmax(column, 1, chunk.log_q0, weighted_q0[k])
+        if chunk.forced:
+            column, from_p = chunk.push(column, k, p.exponentials, p.scale / module.rho, damped=True)
+        s, top = chunk.softmax(column, 1, weighted_q0[k])
+        v = chunk.vector(s, top, chunk.log_q0)
         # Dual
-        dual = z
+        dual, out = z, scratch.take() if z is None or kept is not None else over(z)
         if z is None:
-            z = torch.mul(p.exponentials, p.scale, out=scratch.take())
+            z = torch.mul(p.exponentials, p.scale, out=out)
         else:
-            z = torch.addcmul(z, p.exponentials, p.scale, out=over(z) if kept is None else scratch.take())
+            z = torch.addcmul(z, p.exponentials, p.scale, out=out)
         z = torch.addcmul(z, s.exponentials, s.scale, value=-1, out=over(z))
         if kept is not None:
-            kept.append(_Module(p, dual, from_s, u, s, from_p))
+            kept.append(_Module(p, dual, from_s, s, from_p, u))
     raise AssertionError('there is at least one module')
 
 
@@ -263,7 +268,7 @@ def _softmax_back(plan: _Plan, dim: int, pulls: list[_Pull], grad: Tensor) -> li
     Args:
         plan: what the softmax has left.
         dim: along which it is.
-        pulls: the gradient of the plan.
+        pulls: the gradient of the plan; the first has no factor.
         grad: of `log prior - log-sum-exp`; that of log prior is written over it.
 
     Returns:
@@ -271,19 +276,18 @@ def _softmax_back(plan: _Plan, dim: int, pulls: list[_Pull], grad: Tensor) -> li
     """
     moved = []
     for pull in pulls:
-        torch.mul(pull.grad, plan.exponentials, out=pull.out)
-        moved.append(pull.out.sum(dim, keepdim=True).mul_(pull.weight))
-        if isinstance(pull.factor, Tensor):
-            grad.addcmul_(moved[-1], pull.factor)
-        else:
-            grad.add_(moved[-1], alpha=pull.factor)
-    plan.exponentials.mul_((grad / plan.total).neg_())
-    for pull in pulls:
-        if isinstance(pull.factor, Tensor):
-            plan.exponentials.addcmul_(pull.out, pull.weight * pull.factor)
-        else:
-            plan.exponentials.addcmul_(pull.out, pull.weight, value=pull.factor)
+        # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit.
+        torch.mul(pull.grad, plan.exponentials, out=pull.out).mul_(pull.weight)
+        moved.append(pull.out.sum(dim, keepdim=True))
+        grad = _add_scaled(grad, moved[-1], pull.factor)
+    torch.addcmul(pulls[0].out, plan.exponentials, grad / plan.total, value=-1, out=plan.exponentials)
+    for pull in pulls[1:]:
+        _add_scaled(plan.exponentials, pull.out, pull.factor)
     return moved
+
+
+def _add_scaled(total: Tensor, more: Tensor, factor: Tensor | None) -> Tensor:
+    return total.add_(more) if factor is None else total.addcmul_(more, factor)
 
 
 def _backward(
@@ -300,18 +304,19 @@ def _backward(
     d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
     spare = scratch.buffer()
     dm = scratch.buffer().zero_() if quadratic else None
-    acting = quadratic or structure is not None
     forces = [scratch.buffer() for _ in range(quadratic + (structure is not None))]
 
     # f = Σ_n features Q
     grad = grad / last.p.total
     d_features = torch.mul(last.p.exponentials, grad, out=scratch.buffer())
-    _softmax_back(last.p, 2, [_Pull(chunk.features, grad, 1.0, spare)], torch.zeros_like(grad))
+    _softmax_back(last.p, 2, [_Pull(chunk.features, grad, None, spare)], torch.zeros_like(grad))
     dz = None
     for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
         module, step = last if k == len(kept) else kept[k], chunk.modules[k]
         dy = module.p.exponentials
+        if k == 0 and d_log_q0 is None and not chunk.forced:
+            break
         dv = dy.sum(1, keepdim=True)
         if dm is not None:
             dm += dy
@@ -325,8 +330,8 @@ def _backward(
                 if dm is pull.grad and slopes.wanted:
                     slopes.add(('roughness', 0), spare.sum())
                 if d_log_p0 is not None:
-                    d_log_p0 += spare.sum(2, keepdim=True) * pull.factor
-                dv += spare.sum(1, keepdim=True) * pull.factor
+                    _add_scaled(d_log_p0, spare.sum(2, keepdim=True), pull.factor)
+                _add_scaled(dv, spare.sum(1, keepdim=True), pull.factor)
             if d_log_q0 is not None:
                 d_log_q0 += dv
             break
@@ -339,11 +344,12 @@ def _backward(
             dz.addcmul_(dy, step.minus_step)
 
         # S of the module before: read by its Z and by this module's M.
-        p, _, _, u, s, from_p = kept[k - 1]
+        p, _, _, s, from_p, u = kept[k - 1]
         assert s is not None
+        assert u is not None
         before = chunk.modules[k - 1]
-        pulls = chunk.pull(dm, k, s, s.scale / before.rho, module.from_s, slopes, forces) if acting else []
-        s_moved = _softmax_back(s, 1, [_Pull(dz, s.scale, -1.0, spare), *pulls], dv)
+        pulls = chunk.pull(dm, k, s, s.scale / before.rho, module.from_s, slopes, forces) if chunk.forced else []
+        s_moved = _softmax_back(s, 1, [_Pull(dz, -s.scale, None, spare), *pulls], dv)
         if d_log_q0 is not None:
             d_log_q0 += dv
         # dt is the gradient of the logits of V.
@@ -360,12 +366,12 @@ def _backward(
         du.mul_(before.kappa)
 
         # P of the module before: read by its Z and by its M.
-        pulls = chunk.pull(dm, k - 1, p, p.scale / before.rho, from_p, slopes, forces) if acting else []
-        p_moved = _softmax_back(p, 2, [_Pull(dz, p.scale, 1.0, spare), *pulls], du)
+        pulls = chunk.pull(dm, k - 1, p, p.scale / before.rho, from_p, slopes, forces) if chunk.forced else []
+        p_moved = _softmax_back(p, 2, [_Pull(dz, p.scale, None, spare), *pulls], du)
         if d_log_p0 is not None:
             d_log_p0 += du
         if slopes.wanted:
-            slopes.add(('rho', k - 1), p_moved[0].sum() - s_moved[0].sum())
+            slopes.add(('rho', k - 1), p_moved[0].sum() + s_moved[0].sum())
             if dm is not None:
                 slopes.add(('roughness', k), s_moved[-1].sum())
                 slopes.add(('roughness', k - 1), p_moved[-1].sum())

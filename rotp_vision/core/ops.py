@@ -99,6 +99,7 @@ def register(
     prepare: Prepare = scalars,
     collect: Collect = entries,
     enlarge: int = 1,
+    parts: int = 8,
 ) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
@@ -112,6 +113,7 @@ def register(
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
         enlarge: how many times larger a chunk may be, see `chunks`.
+        parts: in how many the batch is cut at least in forward, see `chunks`.
     """
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
@@ -122,7 +124,7 @@ def register(
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, enlarge, parts=8):
+            for rows, scratch in chunks(x, enlarge, parts):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ class Scratch:
         self._stack: Tensor | None = None
         self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken = 0
-        # Exponents below are raised to it: what is then left, 1e-13 in float32, no sum notices, while on CPU an
-        # exponential that underflows takes a hundred times longer than others, and so does a product.
+        # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
+        # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
         self.floor: float | None = -exponent_limit(like.dtype) / 2 if like.device.type == 'cpu' else None
 
     def start(self, num_sets: int) -> None:
@@ -115,23 +116,31 @@ class NoScratch(Scratch):
         return None
 
 
-def exponentials(
-    y: Tensor, dim: int, scratch: Scratch, bounded: bool, gone: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """exp(y - top) over y, their sum along `dim`, kept, and the maximum `top`.
+class Exponents(NamedTuple):
+    """What is known of exponents before they are made."""
 
-    Where `bounded` promises that no sum over- or underflows without it, there is no maximum. y may be -inf where `gone`
-    is, or anywhere if the scratch has no floor.
+    summable: bool  # whether sums of their exponentials are within bounds even without taking off a maximum
+    deep: bool  # whether single exponentials may underflow; if they are summable, no sum is below exp(floor)
+
+
+def exponentials(
+    y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, gone: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """exp(y - top) over y, zero where `gone`, their sum along `dim`, kept, and the maximum `top`.
+
+    Where the exponentials are summable there is no maximum. Where not, y may be -inf.
     """
     top = None
-    if not bounded:
+    if not exponents.summable:
         top = y.amax(dim, keepdim=True)
         y = torch.sub(y, top, out=scratch.over(y))
-    if scratch.floor is not None and (not bounded or gone is not None):
-        y.clamp_(min=scratch.floor)
-    y = torch.exp(y, out=scratch.over(y))
-    if gone is not None:
-        y = y.masked_fill_(gone, 0.0)
+    if scratch.floor is not None and exponents.deep:
+        floor = 2 * scratch.floor if top is None else scratch.floor
+        torch.threshold_(y.clamp_(min=floor).exp_(), 1.001 * math.exp(floor), 0.0)
+    else:
+        y = torch.exp(y, out=scratch.over(y))
+    if gone is not None and exponents.summable:
+        y.masked_fill_(gone, 0.0)
     return y, y.sum(dim, keepdim=True), top
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import Scratch, exponent_limit, exponentials
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -268,9 +268,13 @@ class Tape:
             y = torch.mul(shared.exponentials, weights, out=out)
             return y, y.sum(vector.axis, keepdim=True), shift
         top = None if self._peak is None else self._peak * scale.value
+        exponents, gone = self._exponents(scale, vector), None
         if vector.axis == SAMPLES:
             values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
+            if self._masked and self._peak is not None:
+                gone = self._gone
+                values = values.masked_fill(gone, 0.0) if exponents.summable else values
             # The scale as a row: beside a vector that is constant along the contiguous axis a second constant would
             # not be vectorised.
             row = scale.value.expand(1, self._x.shape[1], 1).contiguous()
@@ -280,23 +284,21 @@ class Tape:
             values = vector.value if top is None else vector.value + top
             shift = values.amax(FEATURES, keepdim=True)
             y = torch.addcmul(values - shift, self._x, scale.value, out=out)
-        y, total, top = exponentials(y, vector.axis, self._scratch, self._bounded(scale, vector))
+        y, total, top = exponentials(y, vector.axis, self._scratch, exponents, gone)
         return y, total, shift if top is None else shift + top
 
-    def _bounded(self, scale: Coefficient, vector: Vector) -> bool:
-        """Whether the sums of a sweep can neither over- nor underflow without the maximum of their exponents.
+    def _exponents(self, scale: Coefficient, vector: Vector) -> Exponents:
+        """What is known of the exponents of a sweep.
 
         A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
         vector's spread of zero, unless it is masked; along the features, where the vector has its maximum.
         """
         if self._peak is None:
-            return False
-        exponent = 0.0
-        if vector.axis == SAMPLES:
-            exponent += float(vector.value.amax() - vector.value.amin())
-        if vector.axis == FEATURES or self._masked:
-            exponent += float(scale.value) * self._spread
-        return exponent < exponent_limit(self._x.dtype)
+            return Exponents(False, True)
+        limit = exponent_limit(self._x.dtype)
+        of_x, of_vector = float(scale.value) * self._spread, float(vector.value.amax() - vector.value.amin())
+        below, deep = of_x if vector.axis == FEATURES else of_vector + of_x * self._masked, of_x + of_vector >= limit
+        return Exponents(below < (limit / 2 if deep else limit), deep)
 
     def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector, row_sums: Tensor | None) -> None:
         """Back through a sweep; `row_sums` (b, D, 1) of the logits' gradient, None for zero or along the features."""

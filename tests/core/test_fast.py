@@ -145,17 +145,22 @@ def test_stability_grid_in_float32(operator, step):
 @every_operator
 @pytest.mark.parametrize('masked', [False, True])
 def test_any_spread_of_features_in_float32(operator, masked):
-    """Exponents without a maximum of their own are for moderate spreads only: below, at and beyond the bound."""
+    """Below, at and beyond the spreads for which exponents need no maximum, outputs and gradients stay accurate.
+
+    Where a plan is all but an indicator, rounding must not be taken for a gradient: the structural term would multiply
+    it by many powers of ten. What is ill-conditioned need not be better than by plain autograd.
+    """
     mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
-    for spread in (0.1, 5.0, 10.0, 20.0, 40.0, 1e3):
+    for spread in (0.1, 5.0, 10.0, 20.0, 40.0, 100.0, 1e3):
         tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
         tensors['x'] = (spread * torch.linspace(-1, 0, 3 * 16 * 9).sin().mul(1e3).sin()).view(3, 16, 9).requires_grad_()
-        single = results(operator, tensors, 'torch', mask)
         wide = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
         expected = results(operator, wide, 'reference', mask)
-        assert all(value.isfinite().all() for value in single.values()), spread
-        error = (single['output'] - expected['output']).abs().max() / spread
-        assert error < 1e-4, (spread, error)
+        got, plain = (results(operator, tensors, backend, mask) for backend in ('torch', 'reference'))
+        for name, value in expected.items():
+            size = value.abs().max().clamp_min(1e-6 * spread)
+            error, plain_error = ((other[name] - value).abs().max() / size for other in (got, plain))
+            assert error < max(1e-3, 2 * plain_error), (name, spread, error)
 
 
 @every_operator
