@@ -24,9 +24,11 @@ from rotp_vision.core.triton_tiles import (
     merge_lse,
     open_set,
     open_tile,
+    shift_tile,
     store_slopes,
     store_tile,
     tile_lse,
+    to_mass_one,
 )
 
 # Their values must not make variants of a kernel.
@@ -35,8 +37,9 @@ NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles']
 
 @triton.jit
 def _load_c(columns, k, n, N):
-    """c of module k (BLOCK_N,) out of (T - 1, N); zero for k = -1, the start."""
-    return tl.load(columns + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=0.0)
+    """c of module k (BLOCK_N,) out of (T - 1, N); zero for k = -1, the start; infinity beyond N, where V is zero."""
+    c = tl.load(columns + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=0.0)
+    return tl.where(n < N, c, float('inf'))
 
 
 @triton.jit
@@ -76,12 +79,6 @@ def _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_mo
 
 
 @triton.jit
-def _to_mass_one(row):
-    """Q with rows of mass one to the last bit, r being rounded: what is off would leak the mean of a gradient."""
-    return row / tl.sum(row, 1)[:, None]
-
-
-@triton.jit
 def _replay(
     x, log_p0, log_q0, p0, q0, rows, columns, c_last, stop, coefficients, num_modules, d, n, D, N,
     QUADRATIC: tl.constexpr,
@@ -93,8 +90,8 @@ def _replay(
     z, m = _start(x, p0, q0, coefficients, num_modules, QUADRATIC)
     c_before = _load_c(columns, -1, n, N)
     for k in range(stop):
-        r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
-        c = tl.load(columns + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=0.0)
+        r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
+        c = tl.load(columns + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=float('inf'))
         c = tl.where(k == stop - 1, c_last, c)
         row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
         rho = tl.load(coefficients + 2 * num_modules + k)
@@ -111,13 +108,13 @@ def _replay_module(
 ):  # fmt: skip
     """Z before module k, its Q and V, and its r, all from the vectors that forward saved."""
     c_before = _load_c(columns, k - 1, n, N)
-    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
+    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
     z, m = _replay(
         x, log_p0, log_q0, p0, q0, rows, columns, c_before, k, coefficients, num_modules, d, n, D, N, QUADRATIC
     )
     c = _load_c(columns, k, n, N)
     row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
-    return z, _to_mass_one(row), column, r
+    return z, to_mass_one(row), column, r
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -149,7 +146,7 @@ def badmm_forward(
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x = load_tile(x_map, b, d, n, x_strides, exists)
+        x, peak = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
         p0 = tl.exp(log_p0)
         z, m = _replay(
             x, log_p0, log_q0, p0, q0, rows, columns, c_before, module, coefficients, num_modules, d, n, D, N, QUADRATIC
@@ -165,6 +162,8 @@ def badmm_forward(
             if not SAME:
                 averaged = load_tile(features, b, d, n, features_strides, exists)
             f = tl.sum(row * averaged, 1) / row_total
+            if SAME:
+                f += peak
             tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
         else:
             if QUADRATIC:
@@ -206,7 +205,7 @@ def badmm_backward(
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x = load_tile(x_map, b, d, n, x_strides, exists)
+        x, peak = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
         averaged = x
         if not SAME:
             averaged = load_tile(features, b, d, n, features_strides, exists)
@@ -219,9 +218,9 @@ def badmm_backward(
         z, m = _replay(
             x, log_p0, log_q0, p0, q0, rows, columns, c_before, last, coefficients, num_modules, d, n, D, N, QUADRATIC
         )
-        r = tl.load(rows + last * D + d, mask=d < D, other=0.0)
+        r = tl.load(rows + last * D + d, mask=d < D, other=float('inf'))
         row = tl.exp(_row_logits(x, m, z, log_q0, c_before, coefficients, last, num_modules) - r[:, None])
-        row = _to_mass_one(row)
+        row = to_mass_one(row)
         dx = row * g[:, None]
         if FIRST and NEED_FEATURES:
             store_tile(d_features, dx, b, d, n, d_features_strides, exists)
@@ -285,9 +284,11 @@ def badmm_backward(
                 dp -= tl.load(coefficients + 3 * num_modules + j) * dm
                 if FIRST:
                     d_rough = -tl.sum(p0[:, None] * dm * row)
-            du = kappa * du + p0 * tl.sum(row * dp, 1)
-            d_p0 += du
-            dy = row * (p0[:, None] * dp - du[:, None])
+            mean = tl.sum(row * dp, 1)
+            du *= kappa
+            d_p0 += du + p0 * mean
+            # In this order a row with all its mass in one entry has no gradient, to the last bit.
+            dy = row * (p0[:, None] * (dp - mean[:, None]) - du[:, None])
 
         dv = tl.sum(dy, 0)
         if QUADRATIC:

@@ -31,6 +31,7 @@ from rotp_vision.core.triton_tiles import (
     store_slopes,
     store_tile,
     tile_lse,
+    to_mass_one,
 )
 
 # Their values must not make variants of a kernel.
@@ -103,8 +104,8 @@ def _step_back(x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, 
 
     Returns dt and dy, gradients of the logits of l and r, and da.
     """
-    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
-    lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
+    lse = tl.load(columns + k * N + n, mask=n < N, other=float('inf'))
     dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * -gap[None, :]
     da = tl.sum(dt, 1)
     dual = _load_b(columns, log_q0, rate_b, k, n, N)
@@ -161,10 +162,9 @@ def sinkhorn_backward(
             if not SAME:
                 averaged = load_tile(features, b, d, n, features_strides, exists)
             g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
-            r = tl.load(rows + num_steps * D + d, mask=d < D, other=0.0)
+            r = tl.load(rows + num_steps * D + d, mask=d < D, other=float('inf'))
             dual = _load_b(columns, log_q0, rate_b, num_steps, n, N)
-            weights = tl.exp(scale * x + dual[None, :] - r[:, None])
-            weights /= tl.sum(weights, 1)[:, None]  # r is rounded
+            weights = to_mass_one(tl.exp(scale * x + dual[None, :] - r[:, None]))
             d_averaged = weights * g[:, None]
             dy = d_averaged * (averaged - tl.sum(weights * averaged, 1)[:, None])
             if FIRST:
@@ -180,7 +180,7 @@ def sinkhorn_backward(
                     )
                     dy += dt + more
                     d_p0 += rate_a * da
-                    r = tl.load(rows + k * D + d, mask=d < D, other=0.0)
+                    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
                     d_rate_a += tl.sum(da * tl.where(d < D, log_p0 - r, 0.0))
                 slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 4
                 d_rate_b = tl.where(tl.program_id(1) + sub_tile == 0, d_rate_b, 0.0)

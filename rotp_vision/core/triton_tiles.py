@@ -169,6 +169,15 @@ def load_tile(pointer, set_index, d, n, strides, exists):
 
 
 @triton.jit
+def shift_tile(x, exists, log_q0):
+    """A tile less the largest entry in every row of samples that are not masked, zero elsewhere, and that entry."""
+    seen = exists & (log_q0 > float('-inf'))[None, :]
+    peak = tl.max(tl.where(seen, x, float('-inf')), 1)
+    peak = tl.where(peak == float('-inf'), 0.0, peak)
+    return tl.where(seen, x - peak[:, None], 0.0), peak
+
+
+@triton.jit
 def store_tile(pointer, values, set_index, d, n, strides, exists):
     pointer += set_index * strides[0]
     values = values.to(pointer.dtype.element_ty)
@@ -192,8 +201,18 @@ def tile_lse(y):
 
 
 @triton.jit
+def to_mass_one(row):
+    """A softmax along the samples, made with a saved log-sum-exp, with rows of mass one to the last bit.
+
+    The log-sum-exp is rounded, and what is off would leak the mean of a gradient. Beyond D it is infinity: rows of zero.
+    """
+    total = tl.sum(row, 1)
+    return row / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
 def combine_lse(parts, launch, target, n, N, TILES: tl.constexpr):
-    """(BLOCK_N,) log-sum-exp over features from the parts of all programs of a set; zero beyond N.
+    """(BLOCK_N,) log-sum-exp over features from the parts of all programs of a set; infinity beyond N.
 
     parts (launches, B, tiles, 2, N) holds them for each launch; what comes out is stored at `target` too.
     """
@@ -206,7 +225,7 @@ def combine_lse(parts, launch, target, n, N, TILES: tl.constexpr):
     totals = tl.load(at + N, mask=exists, other=0.0)
     top = tl.where(n < N, tl.max(tops, 0), 0.0)
     total = tl.sum(totals * tl.exp(tops - top[None, :]), 0)
-    lse = top + tl.log(tl.where(n < N, total, 1.0))
+    lse = tl.where(n < N, top + tl.log(tl.where(n < N, total, 1.0)), float('inf'))
     tl.store(target + n, lse, mask=n < tl.where(tl.program_id(1) == 0, N, 0))
     return lse
 
