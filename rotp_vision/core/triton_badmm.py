@@ -205,7 +205,7 @@ def badmm_backward(
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x, peak = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
+        x, _ = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
         averaged = x
         if not SAME:
             averaged = load_tile(features, b, d, n, features_strides, exists)

@@ -204,7 +204,7 @@ def tile_lse(y):
 def to_mass_one(row):
     """A softmax along the samples, made with a saved log-sum-exp, with rows of mass one to the last bit.
 
-    The log-sum-exp is rounded, and what is off would leak the mean of a gradient. Beyond D it is infinity: rows of zero.
+    The log-sum-exp is rounded, and what is off would leak the mean of a gradient. Beyond D it is infinite: zero rows.
     """
     total = tl.sum(row, 1)
     return row / tl.where(total == 0.0, 1.0, total)[:, None]
