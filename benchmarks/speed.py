@@ -222,6 +222,17 @@ def growth_rows(timing: Timing) -> list[Row]:
     return rows
 
 
+def spread_rows(timing: Timing) -> list[Row]:
+    """How much more each costs on features that are larger: of a trained network the largest may be in the hundreds."""
+    rows: list[Row] = []
+    maps = {scale: (scale * torch.randn(32, 512, 7, 7)).relu().requires_grad_() for scale in (1, 10, 100)}
+    for name, (solver, num_modules, structure, _) in SOLVERS.items():
+        pool = CorePool(solver, num_modules, structure)
+        times = medians({str(scale): step_of(pool, x) for scale, x in maps.items()}, timing)
+        rows.append({'pooling': name} | {f'{scale} × features': times[str(scale)] / times['1'] for scale in (10, 100)})
+    return rows
+
+
 def resnet_step_seconds(timing: Timing, steps: int) -> float:
     """A training step of ResNet-50 at 224 px, batch 32."""
     model = timm.create_model('resnet50').train()
@@ -265,7 +276,7 @@ def main() -> None:
     parser.add_argument('--clock', choices=CLOCKS, default='wall', help="'cpu' for a machine that is busy otherwise")
     parser.add_argument('--output', type=Path, default=Path(__file__).parent / 'results', help='directory to write to')
     parser.add_argument('--no-reference', action='store_true', help='leave out the plain autograd path')
-    parser.add_argument('--no-growth', action='store_true', help='leave out what happens when a size doubles')
+    parser.add_argument('--no-growth', action='store_true', help='leave out what happens when a size or features grow')
     parser.add_argument('--no-step', action='store_true', help='leave out the share of a ResNet-50 training step')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -289,6 +300,7 @@ def main() -> None:
         parts.append(
             '## Growth when one size doubles, from (32, 512, 49), × time\n\n' + to_markdown(growth_rows(timing))
         )
+        parts.append('## Growth when features do, from normal ones, × time\n\n' + to_markdown(spread_rows(timing)))
 
     args.output.mkdir(parents=True, exist_ok=True)
     write_text(args.output / 'speed.csv', to_csv(rows))

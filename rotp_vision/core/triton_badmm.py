@@ -37,9 +37,9 @@ NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles']
 
 @triton.jit
 def _load_c(columns, k, n, N):
-    """c of module k (BLOCK_N,) out of (T - 1, N); zero for k = -1, the start; infinity beyond N, where V is zero."""
-    c = tl.load(columns + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=0.0)
-    return tl.where(n < N, c, float('inf'))
+    """c of module k (BLOCK_N,) out of (T - 1, N); infinity beyond N, where V is zero. For k = -1, the start, zero."""
+    beyond = tl.where(k >= 0, float('inf'), 0.0)
+    return tl.load(columns + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=beyond)
 
 
 @triton.jit
@@ -284,11 +284,11 @@ def badmm_backward(
                 dp -= tl.load(coefficients + 3 * num_modules + j) * dm
                 if FIRST:
                     d_rough = -tl.sum(p0[:, None] * dm * row)
-            mean = tl.sum(row * dp, 1)
-            du *= kappa
-            d_p0 += du + p0 * mean
+            dp *= p0[:, None]
+            du = kappa * du + tl.sum(row * dp, 1)
+            d_p0 += du
             # In this order a row with all its mass in one entry has no gradient, to the last bit.
-            dy = row * (p0[:, None] * (dp - mean[:, None]) - du[:, None])
+            dy = row * (dp - du[:, None])
 
         dv = tl.sum(dy, 0)
         if QUADRATIC:
