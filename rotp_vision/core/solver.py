@@ -55,7 +55,7 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
     """
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
-    explicit = has_explicit(problem, weights, solver)
+    explicit = has_explicit(weights, solver)
     if solver.implicit and (solver.name != 'sinkhorn' or solver.backend == 'reference' or not explicit):
         raise ValueError(f'implicit is for sinkhorn without structural term and by its operator, got {solver}')
     if solver.backend == 'torch' and not explicit:
@@ -98,13 +98,11 @@ def check_weights(weights: StepWeights, solver: Solver) -> None:
         require('badmm', weights, 'smoothness', 'step')
 
 
-def has_explicit(problem: ROTProblem, weights: StepWeights, solver: Solver) -> bool:
+def has_explicit(weights: StepWeights, solver: Solver) -> bool:
     """Whether there is an operator with explicit backward for this solver."""
     if weights.structure is None:
         return not (solver.coupled and solver.name == 'badmm-q')
-    # The operator's order of the products suits sets with more features than samples.
-    num_features, num_samples = problem.features.shape[1:]
-    return solver.name != 'sinkhorn' and not solver.coupled and num_features >= num_samples
+    return solver.name != 'sinkhorn' and not solver.coupled
 
 
 def explicit_pool(

@@ -159,7 +159,7 @@ class LocalROTPool2d(ROTPool):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             problem = make(padded)
-            if not has_explicit(problem, self.weights(), self.solver):
+            if not has_explicit(self.weights(), self.solver):
                 # Without an operator of its own the solver keeps every step: run it again instead.
                 return checkpoint(self._pool_rows, padded, inside, first, last, columns, use_reentrant=False)
             pooled = self._pool(made['sets'], problem)
