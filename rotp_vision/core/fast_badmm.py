@@ -299,7 +299,7 @@ def _backward(
     stack = scratch.stack(2 * num_modules - 1)  # the exponentials of Q, V, Q, V, ..., and then dy, dt, dy, dt, ...
     last = _run(chunk, kept, stack.unbind())
     if structure is not None:
-        structure.start_back(scratch)
+        structure.start_back(scratch, needs.x)
     d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
     d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
     spare = scratch.buffer()

@@ -70,8 +70,8 @@ class Structure:
         tall = self._tall(onto)
         return self._tall(self._add_product(tall, self._a, mixing, scratch.over(tall)))
 
-    def start_back(self, scratch: Scratch) -> None:
-        self._d_a = self._tall(scratch.buffer().zero_())
+    def start_back(self, scratch: Scratch, needs_x: bool) -> None:
+        self._d_a = self._tall(scratch.buffer().zero_()) if needs_x else None
         self._d_gram = torch.zeros_like(self._gram)
         self.d_mixing = torch.zeros_like(self._gram)
 
@@ -79,7 +79,8 @@ class Structure:
         """Back through `act`: `grad` (b, D, N) is the gradient of its result."""
         tall = self._tall(grad)
         self.d_mixing += self._project(tall)
-        self._add_product(self._d_a, tall, mixing.mT, self._d_a)
+        if self._d_a is not None:
+            self._add_product(self._d_a, tall, mixing.mT, self._d_a)
 
     def push_back(self, plan: Tensor, weight: Tensor, applied: Applied, out: Tensor) -> Tensor:
         """Back through `push`: the gradient of the plan goes to `out`, that of weight is returned."""
@@ -88,12 +89,14 @@ class Structure:
         d_projected = d_mixed @ self._gram
         tall = self._tall(out)
         self._add_product(tall, self._a, d_projected, tall, beta=0.0)
-        self._add_product(self._d_a, self._tall(plan), d_projected.mT, self._d_a)
-        self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
+        if self._d_a is not None:
+            self._add_product(self._d_a, self._tall(plan), d_projected.mT, self._d_a)
+            self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
         return slope
 
     def dx(self) -> Tensor:
         """(b, D, N) what all applications that were gone back through add to the gradient of X."""
+        assert self._d_a is not None
         d_a, d_b = self._tall(self._d_a), self._tall(self._b @ (self._d_gram + self._d_gram.mT))
         d_left, d_right = (d_b, d_a) if self._transposed else (d_a, d_b)
         if self._similarity == 'cosine':
