@@ -59,7 +59,7 @@ class _Modules(NamedTuple):
     of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
     slope: float  # max β, or infinity if values may not be looked at
     slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._bound`
-    pushes: float  # Σ α0/ρ
+    pushes: float  # Σ α0/ρ over all Φ
     masked: bool  # whether some sample is known to be
 
 
@@ -122,7 +122,6 @@ class _Chunk:
 
     def __init__(self, inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> None:
         self.scratch = scratch
-        self.quadratic = quadratic
         self.x = scratch.load(inputs.x)
         self.features = self.x if inputs.features is None else scratch.load(inputs.features)
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
