@@ -1,0 +1,61 @@
+"""Working memory of the explicit operators, and exponentials that cannot underflow."""
+
+import math
+
+import pytest
+import torch
+
+from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials
+
+
+def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
+    scratch = Scratch(torch.empty(num_sets, num_features, num_samples, dtype=dtype), num_sets)
+    scratch.start(num_sets)
+    return scratch
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+@pytest.mark.parametrize('dim', [1, 2])
+@pytest.mark.parametrize('shifted', [True, False])
+def test_an_exponential_is_zero_or_far_from_underflow(dtype, dim, shifted):
+    """One that underflows takes a hundred times longer, and what it is multiplied by too."""
+    limit = exponent_limit(dtype)
+    y = torch.linspace(-10 * limit, 0, 4 * 8 * 6, dtype=dtype).view(4, 8, 6)
+    y[:, :, -1] = y[:, -1:, -1] = 0.0  # so that no sum is too small without a shift
+    exponents = Exponents(summable=not shifted, deep=True)
+    got, total, top = exponentials(y.clone(), dim, start(4, 8, 6, dtype), exponents)
+    assert (top is not None) == shifted
+    expected = (y - y.amax(dim, keepdim=True) if shifted else y).exp()
+    torch.testing.assert_close(total, expected.sum(dim, keepdim=True), rtol=1e-12 if shifted else 1e-6, atol=0)
+    kept = got[got > 0]
+    assert kept.min() > math.exp(-limit) * 0.99
+    torch.testing.assert_close(got, expected.where(got > 0, torch.zeros_like(got)), rtol=1e-5, atol=0)
+    assert (expected[got == 0] <= 1.01 * math.exp(-limit / 2)).all()
+
+
+def test_what_is_gone_has_no_exponential():
+    gone = torch.tensor([False, True, False]).expand(2, 1, 3)
+    for summable, hidden in ((True, 0.0), (False, -torch.inf)):
+        y = torch.randn(2, 4, 3).masked_fill(gone, hidden)
+        got, total, _ = exponentials(y, 2, start(2, 4, 3), Exponents(summable, not summable), gone)
+        assert torch.equal(got[:, :, 1], torch.zeros(2, 4))
+        torch.testing.assert_close(total, got[:, :, [0, 2]].sum(2, keepdim=True))
+
+
+def test_in_a_trace_nothing_is_looked_at_or_overwritten():
+    y = torch.tensor([[[-1e4, 0.0]]])
+    got, total, top = exponentials(y, 2, NoScratch(y), Exponents(summable=False, deep=True))
+    assert torch.equal(y, torch.tensor([[[-1e4, 0.0]]]))
+    assert torch.equal(got, torch.tensor([[[0.0, 1.0]]]))
+    assert (total.item(), top.item()) == (1.0, 0.0)
+
+
+def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
+    scratch = start(4, 8, 6)
+    whole = scratch.stack(3)
+    assert whole.shape == (3, 4, 8, 6)
+    scratch.start(2)
+    part = scratch.stack(3)
+    assert part.shape == (3, 2, 8, 6)
+    assert part.mT.is_contiguous()
+    assert part.data_ptr() == whole.data_ptr()
