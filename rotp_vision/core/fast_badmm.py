@@ -35,7 +35,7 @@ from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponen
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
-BETA, KAPPA, RHO, FORCE = range(4)  # rows of the coefficients; after FORCE come α1/ρ if quadratic, and α0/ρ
+FORCES = 3  # rows of the coefficients are β, κ, ρ, and from here on α1/ρ if quadratic, α0/ρ if structural
 
 
 class _Scalars(NamedTuple):
@@ -75,13 +75,12 @@ def _prepare(
     betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
     of_x = torch.stack([beta, kappa * beta], 1).flatten()[:-1]
     common = each, betas, rho.view(-1, 1, 1, 1), of_x
-    if not eager or not x.numel():
+    kept = log_q0[log_q0 != -torch.inf] if eager else None
+    if kept is None or not kept.numel():
         return _Modules(*common, math.inf, 0.0, 0.0, False)
 
-    steps = rho.tolist()
-    drift = max(sum(steps[:k]) / step for k, step in enumerate(steps))
+    drift = float(((rho.cumsum(0) - rho) / rho).amax())
     drift += 2 * float(forces[0].sum()) if quadratic else 0.0
-    kept = log_q0[log_q0 > -torch.inf]
     (p0_least, p0_most), (q0_least, q0_most) = (torch.stack(log.aminmax()).tolist() for log in (log_p0, kept))
     slack = 4 * drift * math.exp(max(p0_most, q0_most)) + math.log(x[0].numel())
     slack += p0_most - p0_least + q0_most - q0_least
@@ -150,7 +149,7 @@ class _Chunk:
         by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
         the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F),
         unless the maximum is masked. So far goes u, and the spread of log p0 further, and what it adds to a column is
-        damped by κ.
+        damped by κ. (u contains log ρ as well, which matters to no ρ that anybody would take.)
         """
         spread = float((peak - self.x.amin(2, keepdim=True)).amax())
         exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
@@ -202,7 +201,9 @@ class _Chunk:
         module, pulls = self.modules[k], []
         if self.structure is not None and applied is not None and module.structure is not None:
             values = torch.mul(plan.exponentials, weight, out=self._plan)
-            slopes.add(('structure', k), self.structure.push_back(values, module.structure, applied, forces[0]))
+            slope = self.structure.push_back(values, module.structure, applied, forces[0])
+            if slopes.wanted:
+                slopes.add(('structure', k), slope)
             pulls.append(_Pull(forces[0], weight, None, forces[0]))
         if dm is not None and module.roughness is not None:
             pulls.append(_Pull(dm, weight, module.roughness, forces[-1]))
@@ -355,12 +356,13 @@ def _backward(
         dt = s.exponentials
         du = dt.sum(2, keepdim=True)
         if slopes.wanted:
-            slopes.add(('u', k - 1), torch.dot(du.view(-1), u.view(-1)))
+            slopes.add(('u', k - 1), (du * u).sum())
         if dm is not None:
             dm += dt
         if structure is not None and from_p is not None:
             structure.act_back(dt, from_p.mixing * before.kappa)
-            slopes.add(('u', k - 1), (structure.d_mixing * from_p.mixing).sum())
+            if slopes.wanted:
+                slopes.add(('u', k - 1), (structure.d_mixing * from_p.mixing).sum())
             structure.d_mixing *= before.kappa
         du.mul_(before.kappa)
 
@@ -387,7 +389,9 @@ def _backward(
 
 def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
     """The gradient of the coefficients, of what `_backward` has added up."""
-    beta, kappa, rho = coefficients[:FORCE]
+    if not sums:
+        return torch.zeros_like(coefficients)  # of an empty batch
+    beta, kappa, rho = coefficients[:FORCES]
     zero = coefficients.new_zeros(())
 
     def by_module(name: str) -> Tensor:

@@ -103,10 +103,12 @@ def test_masks_and_a_separate_view(operator, masked, view):
 
 @every_operator
 def test_memory_formats_and_chunks(operator, monkeypatch):
-    tensors = leaves(operator, 5, 8, 6)
+    """In chunks of which the last is smaller, forwards (of 2 or 5 sets) and backwards (of 4 or 8)."""
+    tensors = leaves(operator, 23, 8, 6)
     expected = results(operator, tensors, 'torch')
     tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
-    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)  # a set for each thread and size of chunk
+    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 4 * 8 * 6)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 1)
     got = results(operator, tensors, 'torch')
     assert got['x'].stride() == tensors['x'].stride()
     for name, value in expected.items():
@@ -172,11 +174,12 @@ def test_gradcheck(operator):
 
 
 @every_operator
-def test_only_what_is_asked_for(operator):
+@pytest.mark.parametrize('view', [False, True])
+def test_only_what_is_asked_for(operator, view):
     """Frozen features: the gradients of the weights are the same, and the features get none; and the reverse."""
-    tensors = leaves(operator, 2, 6, 5)
+    tensors = leaves(operator, 2, 6, 5, view=view)
     expected = results(operator, tensors, 'torch')
-    for frozen in ({'x'}, set(tensors) - {'x'}):
+    for frozen in ({'x'}, set(tensors) - {'x'}, *([{'features'}, set(tensors) - {'features'}] if view else [])):
         part = {name: value.detach().requires_grad_(name not in frozen) for name, value in tensors.items()}
         out = pooled(operator, part, 'torch')
         towards = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
@@ -194,6 +197,28 @@ def test_nan_in_nan_out(operator):
     out = pooled(operator, tensors | {'x': x}, 'torch')
     assert out[0].isnan().any()
     assert not out[1].isnan().any()
+    for name in ('log_p0', 'log_q0', 'step', 'smoothness'):
+        if name == 'step' and operator[0].name == 'sinkhorn':
+            continue
+        value = tensors[name].detach().clone()
+        value[..., -1 if operator[0].name == 'sinkhorn' else 0] = torch.nan  # whose last module alone counts
+        assert pooled(operator, tensors | {name: value}, 'torch').isnan().any(), name
+
+
+@every_operator
+def test_a_step_of_zero_is_no_crash(operator):
+    """softplus underflows when training diverges: NaN like plain autograd, not an exception."""
+    tensors = leaves(operator, 2, 6, 5)
+    tensors['step'] = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    expected, got = (results(operator, tensors, backend) for backend in ('reference', 'torch'))
+    assert torch.equal(expected['output'].isfinite().all(), got['output'].isfinite().all())
+
+
+@every_operator
+def test_empty_batch(operator):
+    expected, got = (results(operator, leaves(operator, 0, 6, 5), backend) for backend in ('reference', 'torch'))
+    for name, value in expected.items():
+        assert torch.equal(got[name], value), name
 
 
 @every_operator
