@@ -155,7 +155,8 @@ class _Chunk:
         exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
         if self.structure is not None:
             exponent += 4 * self.all.pushes * float(self.structure.largest())
-        return exponent < exponent_limit(self.x.dtype)
+        # Extremes that hardly ever meet are added up here: the limit may be nearer to underflow than elsewhere.
+        return exponent < 1.2 * exponent_limit(self.x.dtype)
 
     def softmax(self, y: Tensor, dim: int, weighted_prior: Tensor) -> tuple[_Plan, Tensor | None]:
         """ρ · prior · softmax of y along `dim`, over y, and the maximum that was taken off y."""
