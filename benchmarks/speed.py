@@ -247,26 +247,34 @@ def resnet_step() -> Callable[[], None]:
     return step
 
 
-def step_rows(timing: Timing) -> tuple[float, list[Row]]:
-    """Seconds of a training step, and what share of it each is on a map such as it ends with, taking turns with it."""
+def step_shares(timing: Timing) -> tuple[float, dict[str, float]]:
+    """Seconds of a training step, and each pooling's share of it in % on a map such as it ends with, taking turns."""
     maps = torch.randn(32, 2048, 7, 7).abs().requires_grad_()
     pools = {name: CorePool(*solver[:3]) for name, solver in SOLVERS.items()}
     pools = {'average (AdaptiveAvgPool2d)': nn.AdaptiveAvgPool2d(1), 'GeM': GeM()} | pools
     steps = {name: step_of(pool, maps) for name, pool in pools.items()}
     times = medians({'step': resnet_step()} | steps, timing)
-    return times['step'], [{'pooling': name, '% of a step': 100 * times[name] / times['step']} for name in pools]
+    return times['step'], {name: 100 * times[name] / times['step'] for name in pools}
 
 
 def plot(rows: list[Row], path: Path) -> None:
     shapes = list(dict.fromkeys(str(row['map']) for row in rows))
-    figure, axes = plt.subplots(len(shapes), 1, figsize=(9, 3.2 * len(shapes)), layout='constrained', squeeze=False)
+    bars = [sum(row['map'] == shape for row in rows) + 3 for shape in shapes]  # and room for title and axis
+    figure, axes = plt.subplots(
+        len(shapes),
+        1,
+        figsize=(9, 0.25 * sum(bars)),
+        layout='constrained',
+        squeeze=False,
+        gridspec_kw={'height_ratios': bars},
+    )
     for axis, shape in zip(axes[:, 0], shapes, strict=True):
         ours = [row for row in rows if row['map'] == shape]
         values = [float(row['× average']) for row in ours]
-        bars = axis.barh([str(row['pooling']) for row in ours], values)
-        axis.bar_label(bars, [f'{value:.3g}' for value in values], padding=3)
+        drawn = axis.barh([str(row['pooling']) for row in ours], values)
+        axis.bar_label(drawn, [f'{value:.3g}' for value in values], padding=3)
         axis.invert_yaxis()
-        axis.set(xscale='log', xlabel='forward + backward, × average pooling', title=shape)
+        axis.set(xscale='log', xlabel='forward + backward, × average pooling', title=shape, xlim=(0.5, 2 * max(values)))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -298,11 +306,13 @@ def main() -> None:
     parts = [f'# What pooling costs\n\n{machine}. Forward and backward, medians.']
     if not has_pot():
         parts.append('POT is not installed: its row is missing.')
-    parts.append(to_markdown(rows))
     if not args.no_step:
-        seconds, shares = step_rows(timing._replace(repeats=min(timing.repeats, 7)))
-        title = f'## Share of a ResNet-50 training step at 224 px, batch 32, {seconds:.2f} s; must reach 1.2 %'
-        parts.append(f'{title}\n\n{to_markdown(shares)}')
+        seconds, shares = step_shares(timing._replace(repeats=min(timing.repeats, 7)))
+        for row in rows:
+            known = str(row['map']).startswith('(32, 2048')
+            row['% of a ResNet-50 step'] = shares.get(str(row['pooling']), '') if known else ''
+        parts.append(f'A ResNet-50 training step at 224 px, batch 32, took {seconds:.2f} s in turns with its share.')
+    parts.append(to_markdown(rows))
     if not args.no_growth:
         parts.append(
             '## Growth when one size doubles, from (32, 512, 49), × time\n\n' + to_markdown(growth_rows(timing))
