@@ -304,14 +304,13 @@ def _backward(
     d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
     d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
     spare = scratch.buffer()
-    dm = scratch.buffer().zero_() if quadratic else None
     forces = [scratch.buffer() for _ in range(quadratic + (structure is not None))]
 
     # f = Σ_n features Q
     grad = grad / last.p.total
     d_features = torch.mul(last.p.exponentials, grad, out=scratch.buffer())
     _softmax_back(last.p, 2, [_Pull(chunk.features, grad, None, spare)], torch.zeros_like(grad))
-    dz = None
+    dz = dm = None
     for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
         module, step = last if k == len(kept) else kept[k], chunk.modules[k]
@@ -319,8 +318,8 @@ def _backward(
         if k == 0 and d_log_q0 is None and not chunk.forced:
             break
         dv = dy.sum(1, keepdim=True)
-        if dm is not None:
-            dm += dy
+        if quadratic:
+            dm = scratch.buffer().copy_(dy) if dm is None else dm.add_(dy)
         if structure is not None and module.from_s is not None:
             structure.act_back(dy, module.from_s.mixing)
         if k == 0:
@@ -381,8 +380,8 @@ def _backward(
     if slopes.wanted:
         slopes.add(('x',), torch.mv(gradients, scratch.flat(x)))
     if needs.x:
-        dx = d_features if inputs.features is None else scratch.buffer().zero_()
-        torch.addmv(scratch.flat(dx), gradients.t(), chunk.all.of_x, out=scratch.flat(dx))
+        beta, dx = (1, d_features) if inputs.features is None else (0, scratch.buffer())
+        torch.addmv(scratch.flat(dx), gradients.t(), chunk.all.of_x, beta=beta, out=scratch.flat(dx))
         if structure is not None:
             dx.add_(structure.dx())
     return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
