@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extremes
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -55,7 +55,10 @@ class _Modules(NamedTuple):
 
     each: list[_Scalars]
     betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
-    rhos: Tensor  # (T, 1, 1, 1) ρ
+    p0: Tensor  # (B, D, 1) of the whole batch
+    q0: Tensor  # (B, 1, N)
+    rho_p0: Tensor  # (T, B, D, 1) ρ p0
+    rho_q0: Tensor  # (T, B, 1, N) ρ q0
     of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
     slope: float  # max β, or infinity if values may not be looked at
     slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._bound`
@@ -74,7 +77,8 @@ def _prepare(
     each = [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
     betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
     of_x = torch.stack([beta, kappa * beta], 1).flatten()[:-1]
-    common = each, betas, rho.view(-1, 1, 1, 1), of_x
+    p0, q0, rhos = log_p0.exp().unsqueeze(2), log_q0.exp().unsqueeze(1), rho.view(-1, 1, 1, 1)
+    common = each, betas, p0, q0, rhos * p0, rhos * q0, of_x
     kept = log_q0[log_q0 != -torch.inf] if eager else None
     if kept is None or not kept.numel():
         return _Modules(*common, math.inf, 0.0, 0.0, False)
@@ -121,11 +125,15 @@ class _Chunk:
 
     def __init__(self, inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> None:
         self.scratch = scratch
+        self.all: _Modules = inputs.modules
+        eager = self.all.slope < math.inf
+        low, high = extremes(inputs.x) if eager else (-math.inf, math.inf)
         self.x = scratch.load(inputs.x)
         self.features = self.x if inputs.features is None else scratch.load(inputs.features)
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
-        self.p0, self.q0 = inputs.log_p0.exp(), inputs.log_q0.exp()
-        self.all: _Modules = inputs.modules
+        rows = inputs.rows
+        self.p0, self.q0 = self.all.p0[rows], self.all.q0[rows]
+        self.rho_p0, self.rho_q0 = self.all.rho_p0[:, rows].unbind(), self.all.rho_q0[:, rows].unbind()
         self.modules = self.all.each
         self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
         self.forced = quadratic or self.structure is not None
@@ -133,25 +141,28 @@ class _Chunk:
         self._mixing: Tensor | None = None  # and by the structural term, which see
         self._plan = scratch.take() if similarity else None
         self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
-        # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
-        peak = self.x.amax(2, keepdim=True)
-        self.bounded = self.all.slope < math.inf and self._bound(peak)
-        ours = self.x is not inputs.x and self.structure is None
-        self.x = torch.sub(self.x, peak, out=self.x if ours else scratch.take())
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
+        # Not shifted, a row has its maximum between the extremes, and as far from zero its sum may lie.
+        self.bounded = eager and self._bound(max(high, 0.0) - 2 * min(low, 0.0))
+        if not self.bounded:
+            # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
+            peak = self.x.amax(2, keepdim=True)
+            self.bounded = eager and self._bound(float((peak - self.x.amin(2, keepdim=True)).amax()))
+            ours = self.x is not inputs.x and self.structure is None
+            self.x = torch.sub(self.x, peak, out=self.x if ours else scratch.take())
+            self.offset = peak if inputs.features is None else None
         if inputs.features is None:
-            self.features, self.offset = self.x, peak
+            self.features = self.x
 
-    def _bound(self, peak: Tensor) -> bool:
+    def _bound(self, spread: float) -> bool:
         """Whether sums of exponentials stay within bounds without a maximum taken off, if the rows of X have zero.
 
-        Let R be the spread of X and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
+        Let R be the spread of the rows and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
         by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
         the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F),
         unless the maximum is masked. So far goes u, and the spread of log p0 further, and what it adds to a column is
         damped by κ. (u contains log ρ as well, which matters to no ρ that anybody would take.)
         """
-        spread = float((peak - self.x.amin(2, keepdim=True)).amax())
         exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
         if self.structure is not None:
             exponent += 4 * self.all.pushes * float(self.structure.largest())
@@ -214,7 +225,6 @@ class _Chunk:
 def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = ()) -> _Module:
     """Run the modules and return the last; with `kept` the others are left there, their exponentials in the stack."""
     x, scratch, over = chunk.x, chunk.scratch, chunk.scratch.over
-    weighted_p0, weighted_q0 = (chunk.all.rhos * chunk.p0).unbind(), (chunk.all.rhos * chunk.q0).unbind()
     v, z = chunk.log_q0, None
     p = s = None
     for k, module in enumerate(chunk.modules):
@@ -233,7 +243,7 @@ def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = 
             # S', at first p0 q0.
             before, weight = (chunk.p0, chunk.q0) if s is None else (s.exponentials, s.scale / chunk.modules[k - 1].rho)
             row, from_s = chunk.push(row, k, before, weight, damped=False)
-        p, top = chunk.softmax(row, 2, weighted_p0[k])
+        p, top = chunk.softmax(row, 2, chunk.rho_p0[k])
         if k + 1 == len(chunk.modules):
             return _Module(p, z, from_s)
         u = chunk.vector(p, top, chunk.log_p0)
@@ -242,7 +252,7 @@ def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = 
         column = torch.addcmul(module.kappa * u, x, module.kappa_beta, out=out)
         if chunk.forced:
             column, from_p = chunk.push(column, k, p.exponentials, p.scale / module.rho, damped=True)
-        s, top = chunk.softmax(column, 1, weighted_q0[k])
+        s, top = chunk.softmax(column, 1, chunk.rho_q0[k])
         v = chunk.vector(s, top, chunk.log_q0)
         # Dual
         dual, out = z, scratch.take() if z is None or kept is not None else over(z)
@@ -297,8 +307,9 @@ def _backward(
     chunk = _Chunk(inputs, scratch, quadratic, similarity)
     x, structure, num_modules = chunk.x, chunk.structure, len(chunk.modules)
     kept: list[_Module] = []
-    stack = scratch.stack(2 * num_modules - 1)  # the exponentials of Q, V, Q, V, ..., and then dy, dt, dy, dt, ...
-    last = _run(chunk, kept, stack.unbind())
+    # The exponentials of Q, V, Q, V, ..., and then dy, dt, dy, dt, ...
+    gradients, stack = scratch.stack(2 * num_modules - 1)
+    last = _run(chunk, kept, stack)
     if structure is not None:
         structure.start_back(scratch, needs.x)
     d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
@@ -307,9 +318,10 @@ def _backward(
     forces = [scratch.buffer() for _ in range(quadratic + (structure is not None))]
 
     # f = Σ_n features Q
-    grad = grad / last.p.total
-    d_features = torch.mul(last.p.exponentials, grad, out=scratch.buffer())
-    _softmax_back(last.p, 2, [_Pull(chunk.features, grad, None, spare)], torch.zeros_like(grad))
+    row, total, _ = last.p
+    d_features = torch.mul(row, grad / total, out=scratch.buffer())
+    moved = torch.mul(d_features, chunk.features, out=spare).sum(2, keepdim=True)
+    torch.addcmul(spare, row, moved / total, value=-1, out=row)
     dz = dm = None
     for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
@@ -328,7 +340,7 @@ def _backward(
             for pull in chunk.pull(dm, 0, first, chunk.q0, module.from_s, slopes, forces):
                 torch.mul(pull.grad, chunk.p0, out=spare).mul_(chunk.q0)
                 if dm is pull.grad and slopes.wanted:
-                    slopes.add(('roughness', 0), spare.sum())
+                    slopes.add(('roughness of s', 0), spare.sum(1, keepdim=True))
                 if d_log_p0 is not None:
                     _add_scaled(d_log_p0, spare.sum(2, keepdim=True), pull.factor)
                 _add_scaled(dv, spare.sum(1, keepdim=True), pull.factor)
@@ -356,13 +368,13 @@ def _backward(
         dt = s.exponentials
         du = dt.sum(2, keepdim=True)
         if slopes.wanted:
-            slopes.add(('u', k - 1), (du * u).sum())
+            slopes.add(('u', k - 1), du * u)
         if dm is not None:
             dm += dt
         if structure is not None and from_p is not None:
             structure.act_back(dt, from_p.mixing * before.kappa)
             if slopes.wanted:
-                slopes.add(('u', k - 1), (structure.d_mixing * from_p.mixing).sum())
+                slopes.add(('mixing', k - 1), structure.d_mixing * from_p.mixing)
             structure.d_mixing *= before.kappa
         du.mul_(before.kappa)
 
@@ -372,11 +384,12 @@ def _backward(
         if d_log_p0 is not None:
             d_log_p0 += du
         if slopes.wanted:
-            slopes.add(('rho', k - 1), p_moved[0].sum() + s_moved[0].sum())
+            slopes.add(('rho of p', k - 1), p_moved[0])
+            slopes.add(('rho of s', k - 1), s_moved[0])
             if dm is not None:
-                slopes.add(('roughness', k), s_moved[-1].sum())
-                slopes.add(('roughness', k - 1), p_moved[-1].sum())
-    dx, gradients = None, stack.mT.view(2 * num_modules - 1, -1)
+                slopes.add(('roughness of s', k), s_moved[-1])
+                slopes.add(('roughness of p', k - 1), p_moved[-1])
+    dx = None
     if slopes.wanted:
         slopes.add(('x',), torch.mv(gradients, scratch.flat(x)))
     if needs.x:
@@ -394,14 +407,15 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
     beta, kappa, rho = coefficients[:FORCES]
     zero = coefficients.new_zeros(())
 
-    def by_module(name: str) -> Tensor:
-        return torch.stack([sums.get((name, k), zero) for k in range(coefficients.shape[1])])
+    def by_module(*names: str) -> Tensor:
+        each = [[sums.get((name, k), zero) for k in range(coefficients.shape[1])] for name in names]
+        return torch.stack([torch.stack(values) for values in each]).sum(0)
 
     by_row, by_column = torch.cat([sums['x',], zero.view(1)]).view(-1, 2).unbind(1)
-    rows = [by_row + kappa * by_column, beta * by_column + by_module('u')]
-    rows.append(by_module('dual') / rho.square() + by_module('rho') / rho)
-    if ('roughness', 0) in sums:
-        rows.append(-by_module('roughness'))
+    rows = [by_row + kappa * by_column, beta * by_column + by_module('u', 'mixing')]
+    rows.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
+    if ('roughness of s', 0) in sums:
+        rows.append(-by_module('roughness of p', 'roughness of s'))
     if ('structure', 0) in sums:
         rows.append(by_module('structure'))
     return torch.stack(rows)

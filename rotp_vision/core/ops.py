@@ -6,6 +6,7 @@ says, is one node for `torch.compile` and `torch.export`, and can be taken apart
 (`decompositions`) for a runtime that does not know it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ class Inputs(NamedTuple):
     x: Tensor  # (b, D, N) what the plan sees
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
+    rows: slice  # where the chunk lies in the batch
     modules: Any  # the scalars of the modules, as the solver's `prepare` makes them of the coefficients
 
 
@@ -51,11 +53,13 @@ class Slopes:
         self.wanted = wanted
         self._parts: dict[tuple, list[Tensor]] = {}
 
-    def add(self, key: tuple, slope: Tensor) -> None:
-        self._parts.setdefault(key, []).append(slope)
+    def add(self, key: tuple, terms: Tensor) -> None:
+        """Add a chunk's slope, or several (n,), or the terms (b, ·, ·) of one: they are added up at the end, at once."""
+        self._parts.setdefault(key, []).append(terms)
 
     def sums(self) -> dict[tuple, Tensor]:
-        return {key: torch.stack(parts).sum(0) for key, parts in self._parts.items()}
+        parts = self._parts.items()
+        return {key: torch.cat(some).sum() if some[0].dim() == 3 else torch.stack(some).sum(0) for key, some in parts}
 
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
@@ -77,11 +81,13 @@ class Modules(NamedTuple):
 
     each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
     eager: bool  # whether values may be looked at
+    steepest: float  # if so, the largest of all scalars
 
 
 def scalars(x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
     """The coefficients (rows, T), module by module."""
-    return Modules([column.unbind() for column in coefficients.unbind(1)], eager)
+    steepest = float(coefficients.amax()) if eager else math.inf
+    return Modules([column.unbind() for column in coefficients.unbind(1)], eager, steepest)
 
 
 def entries(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
@@ -118,7 +124,7 @@ def register(
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
         features = None if features is None else features[rows]
-        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), modules)
+        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), rows, modules)
 
     def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)

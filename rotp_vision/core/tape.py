@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extremes
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -64,6 +64,7 @@ class Tape:
     ) -> None:
         self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
         self._given = inputs.x
+        low, high = extremes(inputs.x) if inputs.modules.eager else (-math.inf, math.inf)
         self._x = scratch.load(inputs.x)
         self._features = None if inputs.features is None else scratch.load(inputs.features)
         self._gone = inputs.log_q0 == -torch.inf
@@ -75,14 +76,21 @@ class Tape:
         self._back: list[Callable[[], None]] = []
         self.log_p0 = Vector(inputs.log_p0, FEATURES)
         self.log_q0 = Vector(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
-        self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
-        self._spread = math.inf  # how far X reaches below it
+        # What is taken off X, None where nothing is known of it: zero if X is near zero, else (b, D, 1) the maxima of
+        # the rows, which then are zero.
+        self._peak: Tensor | None = None
+        self._spread = max(high, 0.0) - min(low, 0.0)  # how far X then reaches, zero included
+        self._shifted = False
         self._masked = True
         if inputs.modules.eager:
-            self._peak = self._x.amax(SAMPLES, keepdim=True)
-            self._x = torch.sub(self._x, self._peak, out=scratch.take() if self._x is inputs.x else self._x)
-            self._spread = -float(self._x.amin())
             self._masked = bool(self._gone.any())
+            self._shifted = not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype) / 2
+            if self._shifted:
+                self._peak = self._x.amax(SAMPLES, keepdim=True)
+                self._x = torch.sub(self._x, self._peak, out=scratch.take() if self._x is inputs.x else self._x)
+                self._spread = -float(self._x.amin())
+            else:
+                self._peak = self._x.new_zeros(1, 1, 1)
         self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
         self._spare = scratch.take()
 
@@ -290,14 +298,17 @@ class Tape:
     def _exponents(self, scale: Coefficient, vector: Vector) -> Exponents:
         """What is known of the exponents of a sweep.
 
-        A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
-        vector's spread of zero, unless it is masked; along the features, where the vector has its maximum.
+        A row of X that was shifted has its maximum, zero, somewhere, so the exponents of a sweep along the samples have
+        one within the vector's spread of zero, unless it is masked; along the features, where the vector has its
+        maximum.
         """
         if self._peak is None:
             return Exponents(False, True)
         limit = exponent_limit(self._x.dtype)
         of_x, of_vector = float(scale.value) * self._spread, float(vector.value.amax() - vector.value.amin())
-        below, deep = of_x if vector.axis == FEATURES else of_vector + of_x * self._masked, of_x + of_vector >= limit
+        below, deep = of_x, of_x + of_vector >= limit
+        if vector.axis == SAMPLES:
+            below = of_vector + (0.0 if self._shifted and not self._masked else of_x)
         return Exponents(below < (limit / 2 if deep else limit), deep)
 
     def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector, row_sums: Tensor | None) -> None:
@@ -319,7 +330,8 @@ class Tape:
             if self._dx is not None:
                 self._dx.addcmul_(spare, shared.scale.value)
             self._add_slope(shared.scale, lambda: self._scratch.inner(spare, self._x))
-            self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
+            if self._shifted:
+                self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
 
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None
@@ -329,7 +341,7 @@ class Tape:
     def _add_peak_slope(self, scale: Coefficient, row_sums: Tensor | None) -> None:
         """The part of a scale's slope that X lacks by its peaks."""
         peak = self._peak
-        if peak is not None and row_sums is not None:
+        if self._shifted and peak is not None and row_sums is not None:
             self._add_slope(scale, lambda: (row_sums * peak).sum())
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials
+from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials, extremes
 
 
 def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
@@ -52,10 +52,16 @@ def test_in_a_trace_nothing_is_looked_at_or_overwritten():
 
 def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
     scratch = start(4, 8, 6)
-    whole = scratch.stack(3)
-    assert whole.shape == (3, 4, 8, 6)
-    scratch.start(2)
-    part = scratch.stack(3)
-    assert part.shape == (3, 2, 8, 6)
-    assert part.mT.is_contiguous()
-    assert part.data_ptr() == whole.data_ptr()
+    for num_sets in (4, 4, 2):
+        scratch.start(num_sets)
+        whole, buffers = scratch.stack(3)
+        for i, buffer in enumerate(buffers):
+            assert buffer.shape == (num_sets, 8, 6)
+            buffer.fill_(i)
+        assert torch.equal(whole, torch.arange(3.0).unsqueeze(1).expand(3, num_sets * 8 * 6))
+
+
+def test_extremes_whatever_is_contiguous():
+    values = torch.randn(3, 5, 7)
+    expected = values.min().item(), values.max().item()
+    assert extremes(values) == extremes(values.mT.contiguous().mT) == expected
