@@ -31,7 +31,7 @@ from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extremes
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extent, shift_rows
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -63,7 +63,7 @@ class _Modules(NamedTuple):
     slope: float  # max β, or infinity if values may not be looked at
     slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._bound`
     pushes: float  # Σ α0/ρ over all Φ
-    masked: bool  # whether some sample is known to be
+    masked: bool  # whether some sample may be
 
 
 def _prepare(
@@ -81,7 +81,7 @@ def _prepare(
     common = each, betas, p0, q0, rhos * p0, rhos * q0, of_x
     kept = log_q0[log_q0 != -torch.inf] if eager else None
     if kept is None or not kept.numel():
-        return _Modules(*common, math.inf, 0.0, 0.0, False)
+        return _Modules(*common, math.inf, 0.0, 0.0, True)
 
     drift = float(((rho.cumsum(0) - rho) / rho).amax())
     drift += 2 * float(forces[0].sum()) if quadratic else 0.0
@@ -127,7 +127,7 @@ class _Chunk:
         self.scratch = scratch
         self.all: _Modules = inputs.modules
         eager = self.all.slope < math.inf
-        low, high = extremes(inputs.x) if eager else (-math.inf, math.inf)
+        spread = extent(inputs.x) if eager else math.inf
         self.x = scratch.load(inputs.x)
         self.features = self.x if inputs.features is None else scratch.load(inputs.features)
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
@@ -141,29 +141,26 @@ class _Chunk:
         self._mixing: Tensor | None = None  # and by the structural term, which see
         self._plan = scratch.take() if similarity else None
         self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
+        # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
+        ours = self.x is not inputs.x and self.structure is None
+        self.x, peak = shift_rows(self.x, self.gone, self.x if ours else scratch.take())
+        self.bounded = eager and self.gone is None and self._bound(spread)
+        if eager and not self.bounded:
+            self.bounded = self._bound(-float(self.x.amin()))
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
-        # Not shifted, a row has its maximum between the extremes, and as far from zero its sum may lie.
-        self.bounded = eager and self._bound(max(high, 0.0) - 2 * min(low, 0.0))
-        if not self.bounded:
-            # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
-            peak = self.x.amax(2, keepdim=True)
-            self.bounded = eager and self._bound(float((peak - self.x.amin(2, keepdim=True)).amax()))
-            ours = self.x is not inputs.x and self.structure is None
-            self.x = torch.sub(self.x, peak, out=self.x if ours else scratch.take())
-            self.offset = peak if inputs.features is None else None
         if inputs.features is None:
-            self.features = self.x
+            self.features, self.offset = self.x, peak
 
     def _bound(self, spread: float) -> bool:
         """Whether sums of exponentials stay within bounds without a maximum taken off, if the rows of X have zero.
 
         Let R be the spread of the rows and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
         by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
-        the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F),
-        unless the maximum is masked. So far goes u, and the spread of log p0 further, and what it adds to a column is
+        the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F).
+        So far goes u, and the spread of log p0 further, and what it adds to a column is
         damped by κ. (u contains log ρ as well, which matters to no ρ that anybody would take.)
         """
-        exponent = spread * self.all.slope * (2 if self.all.masked else 1) + self.all.slack
+        exponent = spread * self.all.slope + self.all.slack
         if self.structure is not None:
             exponent += 4 * self.all.pushes * float(self.structure.largest())
         # Extremes that hardly ever meet are added up here: the limit may be nearer to underflow than elsewhere.

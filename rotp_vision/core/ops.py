@@ -81,12 +81,12 @@ class Modules(NamedTuple):
 
     each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
     eager: bool  # whether values may be looked at
-    steepest: float  # if so, the largest of all scalars
+    steepest: float  # if so, the largest of all their sizes
 
 
 def scalars(x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
     """The coefficients (rows, T), module by module."""
-    steepest = float(coefficients.amax()) if eager else math.inf
+    steepest = float(coefficients.abs().amax()) if eager else math.inf
     return Modules([column.unbind() for column in coefficients.unbind(1)], eager, steepest)
 
 

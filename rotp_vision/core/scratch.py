@@ -147,13 +147,22 @@ def exponentials(
     return y, y.sum(dim, keepdim=True), top
 
 
-def extremes(values: Tensor) -> tuple[float, float]:
-    """The lowest and the highest of the values (b, D, N) on CPU.
+def extent(values: Tensor) -> float:
+    """How far apart the values (b, D, N) lie, on CPU.
 
     Read along memory they are in the cache afterwards, from where `Scratch.load` transposes them in half the time.
     """
     low, high = torch.stack((values.mT if values.mT.is_contiguous() else values).aminmax()).tolist()
-    return low, high
+    return high - low
+
+
+def shift_rows(x: Tensor, gone: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """X (b, D, N) shifted to a maximum of zero in every row, into `out`, and the maxima; zero where `gone`."""
+    peak = (x if gone is None else x.masked_fill(gone, -torch.inf)).amax(2, keepdim=True)
+    shifted = torch.sub(x, peak, out=out)
+    if gone is not None:
+        shifted = shifted.masked_fill(gone, 0.0) if out is None else shifted.masked_fill_(gone, 0.0)
+    return shifted, peak
 
 
 def exponent_limit(dtype: torch.dtype) -> float:

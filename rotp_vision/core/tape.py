@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extremes
+from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extent, shift_rows
 
 FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
 
@@ -64,7 +64,7 @@ class Tape:
     ) -> None:
         self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
         self._given = inputs.x
-        low, high = extremes(inputs.x) if inputs.modules.eager else (-math.inf, math.inf)
+        self._spread = extent(inputs.x) if inputs.modules.eager else math.inf  # of the rows of X, at most
         self._x = scratch.load(inputs.x)
         self._features = None if inputs.features is None else scratch.load(inputs.features)
         self._gone = inputs.log_q0 == -torch.inf
@@ -76,21 +76,14 @@ class Tape:
         self._back: list[Callable[[], None]] = []
         self.log_p0 = Vector(inputs.log_p0, FEATURES)
         self.log_q0 = Vector(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
-        # What is taken off X, None where nothing is known of it: zero if X is near zero, else (b, D, 1) the maxima of
-        # the rows, which then are zero.
-        self._peak: Tensor | None = None
-        self._spread = max(high, 0.0) - min(low, 0.0)  # how far X then reaches, zero included
-        self._shifted = False
+        self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
         self._masked = True
         if inputs.modules.eager:
             self._masked = bool(self._gone.any())
-            self._shifted = not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype) / 2
-            if self._shifted:
-                self._peak = self._x.amax(SAMPLES, keepdim=True)
-                self._x = torch.sub(self._x, self._peak, out=scratch.take() if self._x is inputs.x else self._x)
+            out = scratch.take() if self._x is inputs.x else self._x
+            self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
+            if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
-            else:
-                self._peak = self._x.new_zeros(1, 1, 1)
         self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
         self._spare = scratch.take()
 
@@ -149,7 +142,7 @@ class Tape:
             before, out = self._scratch.buffer(), self._scratch.buffer()
             twin = out.mT.view(out.shape)
         exponentials, top = torch.mul(self._x, scale.value, out=before).exp_(), self._peak * scale.value
-        if self._given.is_contiguous():
+        if self._given.is_contiguous() and not self._masked:
             # What was given lies like this already; the scale as a row, see `_sweep`.
             row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
             torch.addcmul(-top, self._given, row, out=twin).exp_()
@@ -298,17 +291,19 @@ class Tape:
     def _exponents(self, scale: Coefficient, vector: Vector) -> Exponents:
         """What is known of the exponents of a sweep.
 
-        A row of X that was shifted has its maximum, zero, somewhere, so the exponents of a sweep along the samples have
-        one within the vector's spread of zero, unless it is masked; along the features, where the vector has its
-        maximum.
+        A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
+        vector's spread of zero; along the features, where the vector has its maximum. A scale below zero, which the
+        coupled ADMM may have, turns that round: then they reach as far above zero.
         """
         if self._peak is None:
             return Exponents(False, True)
         limit = exponent_limit(self._x.dtype)
-        of_x, of_vector = float(scale.value) * self._spread, float(vector.value.amax() - vector.value.amin())
-        below, deep = of_x, of_x + of_vector >= limit
-        if vector.axis == SAMPLES:
-            below = of_vector + (0.0 if self._shifted and not self._masked else of_x)
+        number, of_vector = float(scale.value), float(vector.value.amax() - vector.value.amin())
+        of_x = abs(number) * self._spread
+        deep = of_x + of_vector >= limit
+        if number < 0:
+            return Exponents(not deep, deep)
+        below = of_x if vector.axis == FEATURES else of_vector
         return Exponents(below < (limit / 2 if deep else limit), deep)
 
     def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector, row_sums: Tensor | None) -> None:
@@ -330,8 +325,7 @@ class Tape:
             if self._dx is not None:
                 self._dx.addcmul_(spare, shared.scale.value)
             self._add_slope(shared.scale, lambda: self._scratch.inner(spare, self._x))
-            if self._shifted:
-                self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
+            self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
 
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None
@@ -341,7 +335,7 @@ class Tape:
     def _add_peak_slope(self, scale: Coefficient, row_sums: Tensor | None) -> None:
         """The part of a scale's slope that X lacks by its peaks."""
         peak = self._peak
-        if self._shifted and peak is not None and row_sums is not None:
+        if peak is not None and row_sums is not None:
             self._add_slope(scale, lambda: (row_sums * peak).sum())
 
 

@@ -66,7 +66,7 @@ def results(operator, tensors: dict[str, Tensor], backend: str, mask: Tensor | N
     return {'output': out.detach()} | dict(zip(tensors, grads, strict=True))
 
 
-def assert_same(operator, tensors, mask=None):
+def assert_same(operator, tensors, mask=None, tolerance=TOLERANCE):
     exact = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
     expected, got = results(operator, exact, 'reference', mask), results(operator, tensors, 'torch', mask)
     dtype = tensors['x'].dtype
@@ -74,7 +74,7 @@ def assert_same(operator, tensors, mask=None):
         assert got[name].dtype == dtype, name
         size = value.abs().max().clamp_min(1e-2)
         error = ((got[name] - value).abs().max() / size).item()
-        assert error < TOLERANCE[dtype], f'{name}: {error}'
+        assert error < tolerance[dtype], f'{name}: {error}'
 
 
 @every_operator
@@ -163,6 +163,30 @@ def test_any_spread_of_features_in_float32(operator, masked):
             size = value.abs().max().clamp_min(1e-6 * spread)
             error, plain_error = ((other[name] - value).abs().max() / size for other in (got, plain))
             assert error < max(1e-3, 2 * plain_error), (name, spread, error)
+
+
+@every_operator
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('offset', [-50.0, 50.0])
+def test_features_far_from_zero_in_float32(operator, masked, offset):
+    """Masked samples, which are zero, are then the largest or smallest of all, and mean nothing."""
+    mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
+    tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
+    tensors['x'] = (0.3 * tensors['x'].detach() + offset).requires_grad_()
+    assert_same(operator, tensors, mask, {torch.float32: 1e-3})
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'spread'), [(torch.float32, 1.0), (torch.float32, 10.0), (torch.float64, 10.0), (torch.float64, 80.0)]
+)
+def test_coupled_plans_whose_scale_is_below_zero(dtype, spread):
+    """c = 1/ρ + (1 - α1'/ρ) s, where the smoothness before is larger than the step."""
+    operator = OPERATORS['coupled badmm-e']
+    tensors = leaves(operator, 2, 16, 4, dtype=dtype)
+    tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
+    tensors['step'] = torch.tensor([0.5, 4.0, 0.4], dtype=dtype, requires_grad=True)
+    tensors['smoothness'] = torch.tensor([0.1, 6.0, 0.3], dtype=dtype, requires_grad=True)
+    assert_same(operator, tensors, tolerance={torch.float64: 1e-9, torch.float32: 1e-3})
 
 
 @every_operator

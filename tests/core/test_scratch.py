@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials, extremes
+from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials, extent, shift_rows
 
 
 def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
@@ -61,7 +61,16 @@ def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
         assert torch.equal(whole, torch.arange(3.0).unsqueeze(1).expand(3, num_sets * 8 * 6))
 
 
-def test_extremes_whatever_is_contiguous():
+def test_extent_whatever_is_contiguous():
     values = torch.randn(3, 5, 7)
-    expected = values.min().item(), values.max().item()
-    assert extremes(values) == extremes(values.mT.contiguous().mT) == expected
+    expected = (values.max() - values.min()).item()
+    assert extent(values) == extent(values.mT.contiguous().mT) == pytest.approx(expected)
+
+
+def test_rows_are_shifted_to_the_maximum_of_what_is_left():
+    x = torch.tensor([[[-50.0, -53.0, 0.0], [2.0, 7.0, 9.0]]])
+    shifted, peak = shift_rows(x, torch.tensor([[[False, False, True]]]), torch.empty_like(x))
+    assert shifted.tolist() == [[[0.0, -3.0, 0.0], [-5.0, 0.0, 0.0]]]
+    assert peak.flatten().tolist() == [-50.0, 7.0]
+    shifted, peak = shift_rows(x, None, x)
+    assert shifted.tolist() == [[[-50.0, -53.0, 0.0], [-7.0, -2.0, 0.0]]]
