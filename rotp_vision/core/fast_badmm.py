@@ -154,11 +154,11 @@ class _Chunk:
     def _bound(self, spread: float) -> bool:
         """Whether sums of exponentials stay within bounds without a maximum taken off, if the rows of X have zero.
 
-        Let R be the spread of the rows and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum varies
-        by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and further by
-        the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N exp(F).
-        So far goes u, and the spread of log p0 further, and what it adds to a column is
-        damped by κ. (u contains log ρ as well, which matters to no ρ that anybody would take.)
+        Let R be the spread of the rows and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum
+        varies by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and
+        further by the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N
+        exp(F). So far goes u, and the spread of log p0 further, and what it adds to a column is damped by κ. (u
+        contains log ρ as well, which matters to no ρ that anybody would take.)
         """
         exponent = spread * self.all.slope + self.all.slack
         if self.structure is not None:

@@ -54,7 +54,7 @@ class Slopes:
         self._parts: dict[tuple, list[Tensor]] = {}
 
     def add(self, key: tuple, terms: Tensor) -> None:
-        """Add a chunk's slope, or several (n,), or the terms (b, ·, ·) of one: they are added up at the end, at once."""
+        """Add a chunk's slope, or several (n,), or the terms (b, ·, ·) of one, which are added up at the end."""
         self._parts.setdefault(key, []).append(terms)
 
     def sums(self) -> dict[tuple, Tensor]:
@@ -130,7 +130,8 @@ def register(
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, enlarge, parts):
+            # With fewer buffers than backward, chunks of twice its size stay in the cache.
+            for rows, scratch in chunks(x, 2 * enlarge, parts):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
