@@ -418,7 +418,12 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare, _collect)
+def _parts(quadratic: bool, similarity: str) -> int:
+    """As many as a forward has plan-sized tensors: X, Q, V, Z, M, with structure a plan, the factors, their making."""
+    return 14 if similarity else 8
+
+
+register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare, _collect, parts=_parts)
 
 
 def badmm_pool(

@@ -60,7 +60,7 @@ def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slop
     return tape.gradients(*_run(tape, len(inputs.modules.each)), grad)
 
 
-register('coupled_badmm_pool', _forward, _backward, enlarge=2, parts=4)
+register('coupled_badmm_pool', _forward, _backward, enlarge=2)
 
 
 def coupled_badmm_pool(

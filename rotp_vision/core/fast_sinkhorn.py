@@ -67,7 +67,7 @@ def _backward(
     return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner, implicit), grad)
 
 
-register('sinkhorn_pool', _forward, _backward, ', int num_inner, bool implicit', enlarge=2, parts=4)
+register('sinkhorn_pool', _forward, _backward, ', int num_inner, bool implicit', enlarge=2)
 
 
 def sinkhorn_pool(

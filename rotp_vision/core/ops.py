@@ -105,7 +105,7 @@ def register(
     prepare: Prepare = scalars,
     collect: Collect = entries,
     enlarge: int = 1,
-    parts: int = 8,
+    parts: Callable[..., int] = lambda *options: 4,
 ) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
@@ -119,7 +119,7 @@ def register(
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
         enlarge: how many times larger a chunk may be, see `chunks`.
-        parts: in how many the batch is cut at least in forward, see `chunks`.
+        parts: in how many the batch is cut at least in forward, by the options, see `chunks`.
     """
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
@@ -131,7 +131,7 @@ def register(
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
             # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(x, 2 * enlarge, parts):
+            for rows, scratch in chunks(x, 2 * enlarge, parts(*extra)):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
