@@ -274,7 +274,7 @@ def test_keeps_nothing_but_its_inputs(operator):
 @every_operator
 @pytest.mark.parametrize('threads', [1, 8])
 def test_inference_needs_no_more_than_the_batch_again(operator, threads, monkeypatch):
-    """Plan-sized memory besides X, all of which is scratch, but for the factors L, R of the structural term, one twice."""
+    """Plan-sized memory besides X, which is scratch, and the factors L, R of the structural term, one twice."""
     made = []
 
     class Watched(scratch_module.Scratch):
