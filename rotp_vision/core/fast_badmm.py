@@ -61,7 +61,7 @@ class _Modules(NamedTuple):
     rho_q0: Tensor  # (T, B, 1, N) ρ q0
     of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
     slope: float  # max β, or infinity if values may not be looked at
-    slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._bound`
+    slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._room`
     pushes: float  # Σ α0/ρ over all Φ
     masked: bool  # whether some sample may be
 
@@ -144,27 +144,26 @@ class _Chunk:
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
         ours = self.x is not inputs.x and self.structure is None
         self.x, peak = shift_rows(self.x, self.gone, self.x if ours else scratch.take())
-        self.bounded = eager and self.gone is None and self._bound(spread)
-        if eager and not self.bounded:
-            self.bounded = self._bound(-float(self.x.amin()))
+        room = self._room() if eager else 0.0
+        self.bounded = eager and ((self.gone is None and spread < room) or -float(self.x.amin()) < room)
         self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
         if inputs.features is None:
             self.features, self.offset = self.x, peak
 
-    def _bound(self, spread: float) -> bool:
-        """Whether sums of exponentials stay within bounds without a maximum taken off, if the rows of X have zero.
+    def _room(self) -> float:
+        """How far the rows of X, with a maximum of zero, may reach so that no sum of exponentials needs one taken off.
 
-        Let R be the spread of the rows and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum
+        Let R be how far they reach and F a bound on |M - Z/ρ|: no entry of a plan exceeds its prior. A column's sum
         varies by a factor of D exp(β R + 2 F) at most, so v, whose maximum is made zero, reaches as far down, and
         further by the spread of log q0. A row has its maximum somewhere, so its sum is between exp(-F) times this and N
         exp(F). So far goes u, and the spread of log p0 further, and what it adds to a column is damped by κ. (u
         contains log ρ as well, which matters to no ρ that anybody would take.)
         """
-        exponent = spread * self.all.slope + self.all.slack
-        if self.structure is not None:
-            exponent += 4 * self.all.pushes * float(self.structure.largest())
         # Extremes that hardly ever meet are added up here: the limit may be nearer to underflow than elsewhere.
-        return exponent < 1.2 * exponent_limit(self.x.dtype)
+        room = 1.2 * exponent_limit(self.x.dtype) - self.all.slack
+        if self.structure is not None:
+            room -= 4 * self.all.pushes * float(self.structure.largest())
+        return room / self.all.slope
 
     def softmax(self, y: Tensor, dim: int, weighted_prior: Tensor) -> tuple[_Plan, Tensor | None]:
         """ρ · prior · softmax of y along `dim`, over y, and the maximum that was taken off y."""
