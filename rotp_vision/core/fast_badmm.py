@@ -29,7 +29,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rotp_vision.core.fast_structure import Applied, Structure
+from rotp_vision.core.fast_structure import Applied, AppliedToProduct, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extent, shift_rows
 from rotp_vision.core.structure import Similarity
@@ -105,7 +105,7 @@ class _Module(NamedTuple):
 
     p: _Plan
     dual: Tensor | None  # (b, D, N) Z', None where zero
-    from_s: Applied | None  # of Φ(S')
+    from_s: Applied | None  # of Φ(S'), but for the first
     s: _Plan | None = None
     from_p: Applied | None = None  # of Φ(P)
     u: Tensor | None = None  # (b, D, 1) up to a constant
@@ -139,6 +139,7 @@ class _Chunk:
         self.forced = quadratic or self.structure is not None
         self._rough: Tensor | None = None  # (b, D, N) what the plans have added to M, if quadratic,
         self._mixing: Tensor | None = None  # and by the structural term, which see
+        self.first: AppliedToProduct | None = None  # of Φ(p0 q0)
         self._plan = scratch.take() if similarity else None
         self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
@@ -189,6 +190,10 @@ class _Chunk:
                 self._rough = torch.addcmul(self._rough, exponentials, weighted, out=scratch.over(self._rough))
             y = torch.add(y, self._rough, out=scratch.over(y))
         if self.structure is not None and module.structure is not None:
+            if self._mixing is None:
+                self.first = self.structure.push_product(exponentials, weight, module.structure)
+                self._mixing = self.first.mixing
+                return self.structure.act_product(y, self.first, module.structure, scratch), None
             plan = torch.mul(exponentials, weight, out=self._plan)
             applied = self.structure.push(self._mixing, plan, module.structure)
             self._mixing = applied.mixing * module.kappa if damped else applied.mixing
@@ -332,14 +337,21 @@ def _backward(
             structure.act_back(dy, module.from_s.mixing)
         if k == 0:
             # S' = p0 q0
-            first = _Plan(chunk.p0, chunk.q0, chunk.q0)
-            for pull in chunk.pull(dm, 0, first, chunk.q0, module.from_s, slopes, forces):
-                torch.mul(pull.grad, chunk.p0, out=spare).mul_(chunk.q0)
-                if dm is pull.grad and slopes.wanted:
-                    slopes.add(('roughness of s', 0), spare.sum(1, keepdim=True))
+            if dm is not None and step.roughness is not None:
+                torch.mul(dm, chunk.p0, out=spare).mul_(chunk.q0)
+                by_sample = spare.sum(1, keepdim=True)
+                if slopes.wanted:
+                    slopes.add(('roughness of s', 0), by_sample)
                 if d_log_p0 is not None:
-                    _add_scaled(d_log_p0, spare.sum(2, keepdim=True), pull.factor)
-                _add_scaled(dv, spare.sum(1, keepdim=True), pull.factor)
+                    d_log_p0.addcmul_(spare.sum(2, keepdim=True), step.roughness)
+                dv.addcmul_(by_sample, step.roughness)
+            if structure is not None and chunk.first is not None and step.structure is not None:
+                slope, d_log_p, d_log_q = structure.product_back(dy, step.structure, chunk.first)
+                if slopes.wanted:
+                    slopes.add(('structure', 0), slope)
+                if d_log_p0 is not None:
+                    d_log_p0 += d_log_p
+                dv += d_log_q
             if d_log_q0 is not None:
                 d_log_q0 += dv
             break

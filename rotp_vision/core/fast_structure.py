@@ -19,6 +19,17 @@ class Applied(NamedTuple):
     mixing: Tensor  # W with it
 
 
+class AppliedToProduct(NamedTuple):
+    """What is kept of the application to a plan p q: as it has rank one, so has all that comes of it."""
+
+    tall: Tensor  # (b, L, 1) the longer of p and q, L = max(D, N)
+    wide: Tensor  # (b, 1, M) the other
+    projected: Tensor  # (b, M, 1) Aᵀ tall
+    mixed: Tensor  # (b, 1, M) wide Bᵀ B
+    pushed: Tensor  # (b, L, 1) A Aᵀ tall
+    mixing: Tensor  # (b, M, M) W, of nothing else
+
+
 class Structure:
     """The force A W of a chunk, whose W (b, M, M) gathers what the plans add to it; see `structural_force`.
 
@@ -35,8 +46,10 @@ class Structure:
         left, right = similarity_factors(problem, similarity)
         self._a, self._b = (right.mT, left.mT) if self._transposed else (left, right)
         self._gram = self._b.mT @ self._b
-        # With its shorter axis contiguous, beside a plan's contiguous features: the fastest of the ways to multiply.
-        self._twin = self._a.contiguous()
+        # With its shorter axis contiguous, beside a plan's contiguous features: the fastest of the ways to multiply, the
+        # more so if its rows begin where vectors of a processor do.
+        num_sets, length, width = self._a.shape
+        self._twin = self._a.new_empty(num_sets, length, -(-width // 16) * 16)[..., :width].copy_(self._a)
 
     def largest(self) -> Tensor:
         """A bound on |Σ1 P Σ2|, P of mass one: the entries of both are below the largest on their diagonals."""
@@ -70,6 +83,17 @@ class Structure:
         tall = self._tall(onto)
         return self._tall(self._add_product(tall, self._a, mixing, scratch.over(tall)))
 
+    def push_product(self, p: Tensor, q: Tensor, weight: Tensor) -> AppliedToProduct:
+        """As `push`, the first of all, to the plan p q of p (b, D, 1) and q (b, 1, N)."""
+        tall, wide = (q.mT, p.mT) if self._transposed else (p, q)
+        projected, mixed = self._twin.mT @ tall, wide @ self._gram
+        return AppliedToProduct(tall, wide, projected, mixed, self._a @ projected, projected * (weight * mixed))
+
+    def act_product(self, onto: Tensor, applied: AppliedToProduct, weight: Tensor, scratch: Scratch) -> Tensor:
+        """As `act` with the W of `applied`."""
+        tall = self._tall(onto)
+        return self._tall(torch.addcmul(tall, applied.pushed, weight * applied.mixed, out=scratch.over(tall)))
+
     def start_back(self, scratch: Scratch, needs_x: bool) -> None:
         self._d_a = self._tall(scratch.buffer().zero_()) if needs_x else None
         self._d_gram = torch.zeros_like(self._gram)
@@ -93,6 +117,28 @@ class Structure:
             self._add_product(self._d_a, self._tall(plan), d_projected.mT, self._d_a)
             self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
         return slope
+
+    def product_back(
+        self, grad: Tensor, weight: Tensor, applied: AppliedToProduct
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Back through `act_product`, whose result has the gradient `grad` (b, D, N), and `push_product`.
+
+        Returns:
+            The gradients of weight, of log p (b, D, 1) and of log q (b, 1, N).
+        """
+        # What `act_back` and `push_back` do, where their d_mixing, here D = d_mixing + Aᵀ grad, is never needed but
+        # between two vectors.
+        grad = self._tall(grad)
+        moved = grad @ applied.mixed.mT
+        right = self.d_mixing @ applied.mixed.mT + self._twin.mT @ moved  # D mixedᵀ
+        left = applied.projected.mT @ self.d_mixing + applied.pushed.mT @ grad  # projectedᵀ D
+        slope = (applied.projected * right).sum()
+        right, left, moved = weight * right, weight * left, weight * moved
+        if self._d_a is not None:
+            self._d_a.addcmul_(moved, applied.projected.mT).addcmul_(applied.tall, right.mT)
+            self._d_gram.addcmul_(applied.wide.mT, left)
+        d_tall, d_wide = applied.tall * (self._a @ right), applied.wide * (left @ self._gram)
+        return slope, *((d_wide.mT, d_tall.mT) if self._transposed else (d_tall, d_wide))
 
     def dx(self) -> Tensor:
         """(b, D, N) what all applications that were gone back through add to the gradient of X."""

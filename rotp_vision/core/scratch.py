@@ -96,13 +96,27 @@ def chunks(x: Tensor, enlarge: int, parts: int = 1) -> Iterator[tuple[slice, Scr
     """
     limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
     if x.device.type == 'cpu':
-        limit = min(limit * enlarge * torch.get_num_threads(), max(x.numel() // parts, limit // 2))
-    size = min(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])))
+        limit = min(limit * enlarge * _workers(x.device), max(x.numel() // parts, limit // 2))
+    size = _even_size(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])), _workers(x.device))
     scratch = Scratch(x, size)
     for start in range(0, x.shape[0], size or 1):
         rows = slice(start, min(start + size, x.shape[0]))
         scratch.start(rows.stop - rows.start)
         yield rows, scratch
+
+
+def _workers(device: torch.device) -> int:
+    return torch.get_num_threads() if device.type == 'cpu' else 1
+
+
+def _even_size(total: int, most: int, workers: int) -> int:
+    """The size of chunks of `total` sets, none above `most`: all alike, if they can be, and no worker without work.
+
+    Products of matrices are shared out set by set: of 5 sets and two workers one would wait for the third of the other.
+    """
+    unit = workers if workers <= most else 1
+    count = math.ceil(total / (most // unit * unit))
+    return min(total, math.ceil(total / max(1, count) / unit) * unit)
 
 
 class NoScratch(Scratch):
