@@ -135,13 +135,14 @@ class _Chunk:
         self.p0, self.q0 = self.all.p0[rows], self.all.q0[rows]
         self.rho_p0, self.rho_q0 = self.all.rho_p0[:, rows].unbind(), self.all.rho_q0[:, rows].unbind()
         self.modules = self.all.each
-        self.structure = Structure(inputs, self.x, cast(Similarity, similarity)) if similarity else None
-        self.forced = quadratic or self.structure is not None
+        self.forced = quadratic or similarity != ''
         self._rough: Tensor | None = None  # (b, D, N) what the plans have added to M, if quadratic,
         self._mixing: Tensor | None = None  # and by the structural term, which see
         self.first: AppliedToProduct | None = None  # of Φ(p0 q0)
-        self._plan = scratch.take() if similarity else None
         self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
+        self.structure = None
+        if similarity:
+            self.structure = Structure(self.x, self.gone, cast(Similarity, similarity), scratch)
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
         ours = self.x is not inputs.x and self.structure is None
         self.x, peak = shift_rows(self.x, self.gone, self.x if ours else scratch.take())
@@ -194,8 +195,7 @@ class _Chunk:
                 self.first = self.structure.push_product(exponentials, weight, module.structure)
                 self._mixing = self.first.mixing
                 return self.structure.act_product(y, self.first, module.structure, scratch), None
-            plan = torch.mul(exponentials, weight, out=self._plan)
-            applied = self.structure.push(self._mixing, plan, module.structure)
+            applied = self.structure.push(self._mixing, exponentials, weight, module.structure)
             self._mixing = applied.mixing * module.kappa if damped else applied.mixing
             y = self.structure.act(y, self._mixing, scratch)
         return y, applied
@@ -213,8 +213,7 @@ class _Chunk:
         """Back through Φ(plan) in module k, the plan being exponentials · weight; `forces` are buffers."""
         module, pulls = self.modules[k], []
         if self.structure is not None and applied is not None and module.structure is not None:
-            values = torch.mul(plan.exponentials, weight, out=self._plan)
-            slope = self.structure.push_back(values, module.structure, applied, forces[0])
+            slope = self.structure.push_back(plan.exponentials, weight, module.structure, applied, forces[0])
             if slopes.wanted:
                 slopes.add(('structure', k), slope)
             pulls.append(_Pull(forces[0], weight, None, forces[0]))
@@ -404,7 +403,7 @@ def _backward(
         beta, dx = (1, d_features) if inputs.features is None else (0, scratch.buffer())
         torch.addmv(scratch.flat(dx), gradients.t(), chunk.all.of_x, beta=beta, out=scratch.flat(dx))
         if structure is not None:
-            dx.add_(structure.dx())
+            structure.add_dx(dx)
     return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
 
 

@@ -4,11 +4,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from rotp_vision.core.ops import Inputs
-from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.scratch import Scratch
-from rotp_vision.core.structure import Similarity, length_scale, similarity_factors
+from rotp_vision.core.structure import Similarity, length_scale
 
 
 class Applied(NamedTuple):
@@ -37,23 +36,33 @@ class Structure:
     same is done to the transpose, Σ2 Pᵀ Σ1 with A = Rᵀ, B = Lᵀ.
     """
 
-    def __init__(self, inputs: Inputs, x: Tensor, similarity: Similarity) -> None:
-        self._x = x
-        self._mask = inputs.log_q0 > -torch.inf
-        self._similarity: Similarity = similarity
+    def __init__(self, x: Tensor, gone: Tensor | None, similarity: Similarity, scratch: Scratch) -> None:
+        """Of X (b, D, N), zero on masked samples; `gone` (b, 1, N) says which are."""
+        self._x, self._gone, self._similarity = x, gone, similarity
         self._transposed = x.shape[1] < x.shape[2]
-        problem = ROTProblem(x, inputs.log_p0.squeeze(2), inputs.log_q0.squeeze(1), self._mask)
-        left, right = similarity_factors(problem, similarity)
+        if similarity == 'covariance':
+            self._count = x.shape[2] if gone is None else x.shape[2] - gone.sum(2, keepdim=True, dtype=x.dtype)
+            left = torch.sub(x, x.sum(2, keepdim=True) / self._count, out=scratch.take())
+            if gone is not None:
+                left = torch.mul(left, ~gone, out=scratch.over(left))
+            right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take())
+            self._scale = 1 / (self._count * x.shape[1])
+        else:
+            left, right = (torch.mul(x, length_scale(x, dim), out=scratch.take()) for dim in (2, 1))
+            self._scale = 1.0
         self._a, self._b = (right.mT, left.mT) if self._transposed else (left, right)
-        self._gram = self._b.mT @ self._b
-        # With its shorter axis contiguous, beside a plan's contiguous features: the fastest of the ways to multiply, the
+        self._gram = self._scale * (self._b.mT @ self._b)
+        # With its shorter axis contiguous, beside a plan's contiguous features: the fastest way to multiply, the
         # more so if its rows begin where vectors of a processor do.
-        num_sets, length, width = self._a.shape
-        self._twin = self._a.new_empty(num_sets, length, -(-width // 16) * 16)[..., :width].copy_(self._a)
+        width = self._a.shape[2]
+        self._twin = pad(self._a, (0, -width % 16)).contiguous()[..., :width]
+        buffer = scratch.take()
+        self._buffer = None if buffer is None else self._tall(buffer)
 
     def largest(self) -> Tensor:
         """A bound on |Σ1 P Σ2|, P of mass one: the entries of both are below the largest on their diagonals."""
-        return self._a.square().sum(2).amax() * self._gram.diagonal(dim1=1, dim2=2).amax()
+        squares = torch.mul(self._a, self._a, out=self._buffer)
+        return squares.sum(2).amax() * self._gram.diagonal(dim1=1, dim2=2).amax()
 
     def _tall(self, values: Tensor) -> Tensor:
         """From (b, D, N) to what has more rows than columns, and back."""
@@ -71,28 +80,37 @@ class Structure:
             return torch.baddbmm(onto, first, second, beta=beta, out=out)
         return torch.baddbmm(onto.mT, second.mT, first.mT, beta=beta, out=None if out is None else out.mT).mT
 
-    def push(self, mixing: Tensor | None, plan: Tensor, weight: Tensor) -> Applied:
-        """Add weight · Σ1 plan Σ2 to the force A W, where W = `mixing`."""
-        projected = self._project(self._tall(plan))
+    def _weigh(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """values · weight (b, D, N) as a tall matrix and what its columns are yet to be multiplied with."""
+        tall, along = self._tall(values), self._tall(weight)
+        if along.shape[1] == 1:
+            return tall, along
+        return torch.mul(tall, along, out=self._buffer), None
+
+    def push(self, mixing: Tensor, values: Tensor, weight: Tensor, strength: Tensor) -> Applied:
+        """Add strength · Σ1 P Σ2, where P = values · weight, to the force A W, where W = `mixing`."""
+        tall, columns = self._weigh(values, weight)
+        projected = self._project(tall)
+        if columns is not None:
+            projected = projected * columns
         mixed = projected @ self._gram
-        added = weight * mixed
-        return Applied(projected, mixed, added if mixing is None else mixing + added)
+        return Applied(projected, mixed, mixing + strength * mixed)
 
     def act(self, onto: Tensor, mixing: Tensor, scratch: Scratch) -> Tensor:
         """`onto` + A W, written over `onto`."""
         tall = self._tall(onto)
         return self._tall(self._add_product(tall, self._a, mixing, scratch.over(tall)))
 
-    def push_product(self, p: Tensor, q: Tensor, weight: Tensor) -> AppliedToProduct:
+    def push_product(self, p: Tensor, q: Tensor, strength: Tensor) -> AppliedToProduct:
         """As `push`, the first of all, to the plan p q of p (b, D, 1) and q (b, 1, N)."""
         tall, wide = (q.mT, p.mT) if self._transposed else (p, q)
         projected, mixed = self._twin.mT @ tall, wide @ self._gram
-        return AppliedToProduct(tall, wide, projected, mixed, self._a @ projected, projected * (weight * mixed))
+        return AppliedToProduct(tall, wide, projected, mixed, self._a @ projected, projected * (strength * mixed))
 
-    def act_product(self, onto: Tensor, applied: AppliedToProduct, weight: Tensor, scratch: Scratch) -> Tensor:
+    def act_product(self, onto: Tensor, applied: AppliedToProduct, strength: Tensor, scratch: Scratch) -> Tensor:
         """As `act` with the W of `applied`."""
         tall = self._tall(onto)
-        return self._tall(torch.addcmul(tall, applied.pushed, weight * applied.mixed, out=scratch.over(tall)))
+        return self._tall(torch.addcmul(tall, applied.pushed, strength * applied.mixed, out=scratch.over(tall)))
 
     def start_back(self, scratch: Scratch, needs_x: bool) -> None:
         self._d_a = self._tall(scratch.buffer().zero_()) if needs_x else None
@@ -106,25 +124,25 @@ class Structure:
         if self._d_a is not None:
             self._add_product(self._d_a, tall, mixing.mT, self._d_a)
 
-    def push_back(self, plan: Tensor, weight: Tensor, applied: Applied, out: Tensor) -> Tensor:
-        """Back through `push`: the gradient of the plan goes to `out`, that of weight is returned."""
+    def push_back(self, values: Tensor, weight: Tensor, strength: Tensor, applied: Applied, out: Tensor) -> Tensor:
+        """Back through `push`: the gradient of the plan goes to `out`, that of strength is returned."""
         slope = (self.d_mixing * applied.mixed).sum()
-        d_mixed = weight * self.d_mixing
+        d_mixed = strength * self.d_mixing
         d_projected = d_mixed @ self._gram
         tall = self._tall(out)
         self._add_product(tall, self._a, d_projected, tall, beta=0.0)
         if self._d_a is not None:
-            self._add_product(self._d_a, self._tall(plan), d_projected.mT, self._d_a)
+            tall, columns = self._weigh(values, weight)
+            d_projected = d_projected if columns is None else d_projected * columns
+            self._add_product(self._d_a, tall, d_projected.mT, self._d_a)
             self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
         return slope
 
-    def product_back(
-        self, grad: Tensor, weight: Tensor, applied: AppliedToProduct
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def product_back(self, grad: Tensor, strength: Tensor, applied: AppliedToProduct) -> tuple[Tensor, Tensor, Tensor]:
         """Back through `act_product`, whose result has the gradient `grad` (b, D, N), and `push_product`.
 
         Returns:
-            The gradients of weight, of log p (b, D, 1) and of log q (b, 1, N).
+            The gradients of strength, of log p (b, D, 1) and of log q (b, 1, N).
         """
         # What `act_back` and `push_back` do, where their d_mixing, here D = d_mixing + Aᵀ grad, is never needed but
         # between two vectors.
@@ -133,25 +151,28 @@ class Structure:
         right = self.d_mixing @ applied.mixed.mT + self._twin.mT @ moved  # D mixedᵀ
         left = applied.projected.mT @ self.d_mixing + applied.pushed.mT @ grad  # projectedᵀ D
         slope = (applied.projected * right).sum()
-        right, left, moved = weight * right, weight * left, weight * moved
+        right, left, moved = strength * right, strength * left, strength * moved
         if self._d_a is not None:
             self._d_a.addcmul_(moved, applied.projected.mT).addcmul_(applied.tall, right.mT)
             self._d_gram.addcmul_(applied.wide.mT, left)
         d_tall, d_wide = applied.tall * (self._a @ right), applied.wide * (left @ self._gram)
         return slope, *((d_wide.mT, d_tall.mT) if self._transposed else (d_tall, d_wide))
 
-    def dx(self) -> Tensor:
-        """(b, D, N) what all applications that were gone back through add to the gradient of X."""
+    def add_dx(self, dx: Tensor) -> None:
+        """Add to `dx` (b, D, N) what all applications that were gone back through add to the gradient of X."""
         assert self._d_a is not None
-        d_a, d_b = self._tall(self._d_a), self._tall(self._b @ (self._d_gram + self._d_gram.mT))
-        d_left, d_right = (d_b, d_a) if self._transposed else (d_a, d_b)
+        d_a, d_gram = self._tall(self._d_a), self._scale * (self._d_gram + self._d_gram.mT)
         if self._similarity == 'cosine':
-            return _normalize_back(self._x, d_left, 2) + _normalize_back(self._x, d_right, 1)
-        count = self._mask.sum(2, keepdim=True, dtype=d_left.dtype)
-        d_left = d_left * self._mask * count**-0.5
-        d_left -= d_left.sum(2, keepdim=True) / count
-        d_right = d_right - d_right.mean(1, keepdim=True)
-        return d_left.add_(d_right, alpha=d_right.shape[1] ** -0.5)
+            d_b = self._tall(self._b @ d_gram)
+            d_left, d_right = (d_b, d_a) if self._transposed else (d_a, d_b)
+            dx.add_(_normalize_back(self._x, d_left, 2)).add_(_normalize_back(self._x, d_right, 1))
+            return
+        # Through the centring of A. B is centred, so what its gradient has along that axis is zero on average.
+        if not self._transposed and self._gone is not None:
+            d_a.masked_fill_(self._gone, 0.0)
+        mean = d_a.mean(1, keepdim=True) if self._transposed else d_a.sum(2, keepdim=True) / self._count
+        dx.add_(d_a).sub_(mean)
+        self._add_product(self._tall(dx), self._b, d_gram, self._tall(dx))
 
 
 def _normalize_back(x: Tensor, grad: Tensor, dim: int) -> Tensor:
