@@ -195,8 +195,9 @@ class _Chunk:
                 self.first = self.structure.push_product(exponentials, weight, module.structure)
                 self._mixing = self.first.mixing
                 return self.structure.act_product(y, self.first, module.structure, scratch), None
-            applied = self.structure.push(self._mixing, exponentials, weight, module.structure)
-            self._mixing = applied.mixing * module.kappa if damped else applied.mixing
+            damping = module.kappa if damped else None
+            applied = self.structure.push(self._mixing, exponentials, weight, module.structure, damping)
+            self._mixing = applied.mixing
             y = self.structure.act(y, self._mixing, scratch)
         return y, applied
 
@@ -379,10 +380,10 @@ def _backward(
         if dm is not None:
             dm += dt
         if structure is not None and from_p is not None:
-            structure.act_back(dt, from_p.mixing * before.kappa)
+            structure.act_back(dt, from_p.mixing)
+            slope = structure.damp_back(before.kappa, from_p)
             if slopes.wanted:
-                slopes.add(('mixing', k - 1), structure.d_mixing * from_p.mixing)
-            structure.d_mixing *= before.kappa
+                slopes.add(('damping', k - 1), slope)
         du.mul_(before.kappa)
 
         # P of the module before: read by its Z and by its M.
@@ -419,7 +420,7 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
         return torch.stack([torch.stack(values) for values in each]).sum(0)
 
     by_row, by_column = torch.cat([sums['x',], zero.view(1)]).view(-1, 2).unbind(1)
-    rows = [by_row + kappa * by_column, beta * by_column + by_module('u', 'mixing')]
+    rows = [by_row + kappa * by_column, beta * by_column + by_module('u') + by_module('damping') / kappa]
     rows.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
     if ('roughness of s', 0) in sums:
         rows.append(-by_module('roughness of p', 'roughness of s'))

@@ -13,9 +13,9 @@ from rotp_vision.core.structure import Similarity, length_scale
 class Applied(NamedTuple):
     """What is kept of one application to a plan P: all (b, M, M), M = min(D, N)."""
 
-    projected: Tensor  # Aᵀ P
-    mixed: Tensor  # Aᵀ P Bᵀ B
-    mixing: Tensor  # W with it
+    projected: Tensor  # Pᵀ A
+    mixed: Tensor  # Bᵀ B Pᵀ A
+    mixing: Tensor  # W with it, which acts
 
 
 class AppliedToProduct(NamedTuple):
@@ -23,16 +23,16 @@ class AppliedToProduct(NamedTuple):
 
     tall: Tensor  # (b, L, 1) the longer of p and q, L = max(D, N)
     wide: Tensor  # (b, 1, M) the other
-    projected: Tensor  # (b, M, 1) Aᵀ tall
-    mixed: Tensor  # (b, 1, M) wide Bᵀ B
+    projected: Tensor  # (b, 1, M) tallᵀ A
+    mixed: Tensor  # (b, M, 1) Bᵀ B wideᵀ
     pushed: Tensor  # (b, L, 1) A Aᵀ tall
     mixing: Tensor  # (b, M, M) W, of nothing else
 
 
 class Structure:
-    """The force A W of a chunk, whose W (b, M, M) gathers what the plans add to it; see `structural_force`.
+    """The force A Wᵀ of a chunk, whose W (b, M, M) gathers what the plans add to it; see `structural_force`.
 
-    Where D ≥ N = M, a plan adds Σ1 P Σ2 = A (Aᵀ P Bᵀ B) with A = L, B = R, that is Aᵀ P Bᵀ B to W. Where D < N the
+    Where D ≥ N = M, a plan adds Σ1 P Σ2 = A (Aᵀ P Bᵀ B) with A = L, B = R, that is Bᵀ B Pᵀ A to W. Where D < N the
     same is done to the transpose, Σ2 Pᵀ Σ1 with A = Rᵀ, B = Lᵀ.
     """
 
@@ -68,10 +68,6 @@ class Structure:
         """From (b, D, N) to what has more rows than columns, and back."""
         return values.mT if self._transposed else values
 
-    def _project(self, tall: Tensor) -> Tensor:
-        """(b, M, M) Aᵀ · tall."""
-        return torch.bmm(tall.mT, self._twin).mT
-
     def _add_product(
         self, onto: Tensor, first: Tensor, second: Tensor, out: Tensor | None, beta: float = 1.0
     ) -> Tensor:
@@ -87,55 +83,62 @@ class Structure:
             return tall, along
         return torch.mul(tall, along, out=self._buffer), None
 
-    def push(self, mixing: Tensor, values: Tensor, weight: Tensor, strength: Tensor) -> Applied:
-        """Add strength · Σ1 P Σ2, where P = values · weight, to the force A W, where W = `mixing`."""
+    def push(self, mixing: Tensor, values: Tensor, weight: Tensor, strength: Tensor, damping: Tensor | None) -> Applied:
+        """Add strength · Σ1 P Σ2, where P = values · weight, to the force of W = `mixing`; then all is damped."""
         tall, columns = self._weigh(values, weight)
-        projected = self._project(tall)
+        projected = torch.bmm(tall.mT, self._twin)
         if columns is not None:
-            projected = projected * columns
-        mixed = projected @ self._gram
-        return Applied(projected, mixed, mixing + strength * mixed)
+            projected = projected * columns.mT
+        mixed = torch.bmm(self._gram, projected)
+        mixing = torch.addcmul(mixing, mixed, strength)
+        return Applied(projected, mixed, mixing if damping is None else mixing * damping)
 
     def act(self, onto: Tensor, mixing: Tensor, scratch: Scratch) -> Tensor:
-        """`onto` + A W, written over `onto`."""
+        """`onto` + A Wᵀ, written over `onto`."""
         tall = self._tall(onto)
-        return self._tall(self._add_product(tall, self._a, mixing, scratch.over(tall)))
+        return self._tall(self._add_product(tall, self._a, mixing.mT, scratch.over(tall)))
 
     def push_product(self, p: Tensor, q: Tensor, strength: Tensor) -> AppliedToProduct:
         """As `push`, the first of all, to the plan p q of p (b, D, 1) and q (b, 1, N)."""
         tall, wide = (q.mT, p.mT) if self._transposed else (p, q)
-        projected, mixed = self._twin.mT @ tall, wide @ self._gram
-        return AppliedToProduct(tall, wide, projected, mixed, self._a @ projected, projected * (strength * mixed))
+        projected, mixed = tall.mT @ self._twin, self._gram @ wide.mT
+        return AppliedToProduct(tall, wide, projected, mixed, self._a @ projected.mT, (strength * mixed) * projected)
 
     def act_product(self, onto: Tensor, applied: AppliedToProduct, strength: Tensor, scratch: Scratch) -> Tensor:
         """As `act` with the W of `applied`."""
         tall = self._tall(onto)
-        return self._tall(torch.addcmul(tall, applied.pushed, strength * applied.mixed, out=scratch.over(tall)))
+        return self._tall(torch.addcmul(tall, applied.pushed, strength * applied.mixed.mT, out=scratch.over(tall)))
 
     def start_back(self, scratch: Scratch, needs_x: bool) -> None:
         self._d_a = self._tall(scratch.buffer().zero_()) if needs_x else None
         self._d_gram = torch.zeros_like(self._gram)
-        self.d_mixing = torch.zeros_like(self._gram)
+        self._d_mixing = torch.zeros_like(self._gram)
 
     def act_back(self, grad: Tensor, mixing: Tensor) -> None:
         """Back through `act`: `grad` (b, D, N) is the gradient of its result."""
         tall = self._tall(grad)
-        self.d_mixing += self._project(tall)
+        self._d_mixing.baddbmm_(tall.mT, self._twin)
         if self._d_a is not None:
-            self._add_product(self._d_a, tall, mixing.mT, self._d_a)
+            self._add_product(self._d_a, tall, mixing, self._d_a)
+
+    def damp_back(self, damping: Tensor, applied: Applied) -> Tensor:
+        """Back through the damping of `push`: its slope, times itself, is returned."""
+        slope = torch.dot(self._d_mixing.view(-1), applied.mixing.view(-1))
+        self._d_mixing.mul_(damping)
+        return slope
 
     def push_back(self, values: Tensor, weight: Tensor, strength: Tensor, applied: Applied, out: Tensor) -> Tensor:
-        """Back through `push`: the gradient of the plan goes to `out`, that of strength is returned."""
-        slope = (self.d_mixing * applied.mixed).sum()
-        d_mixed = strength * self.d_mixing
-        d_projected = d_mixed @ self._gram
+        """Back through the rest of `push`: the gradient of the plan goes to `out`, that of strength is returned."""
+        slope = torch.dot(self._d_mixing.view(-1), applied.mixed.view(-1))
+        d_mixed = strength * self._d_mixing
+        d_projected = torch.bmm(self._gram, d_mixed)
         tall = self._tall(out)
-        self._add_product(tall, self._a, d_projected, tall, beta=0.0)
+        self._add_product(tall, self._a, d_projected.mT, tall, beta=0.0)
         if self._d_a is not None:
             tall, columns = self._weigh(values, weight)
-            d_projected = d_projected if columns is None else d_projected * columns
-            self._add_product(self._d_a, tall, d_projected.mT, self._d_a)
-            self._d_gram.baddbmm_(applied.projected.mT, d_mixed)
+            d_projected = d_projected if columns is None else d_projected.mul_(columns.mT)
+            self._add_product(self._d_a, tall, d_projected, self._d_a)
+            self._d_gram.baddbmm_(d_mixed, applied.projected.mT)
         return slope
 
     def product_back(self, grad: Tensor, strength: Tensor, applied: AppliedToProduct) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,19 +147,19 @@ class Structure:
         Returns:
             The gradients of strength, of log p (b, D, 1) and of log q (b, 1, N).
         """
-        # What `act_back` and `push_back` do, where their d_mixing, here D = d_mixing + Aᵀ grad, is never needed but
-        # between two vectors.
+        # What `act_back` and `push_back` do, whose gradient of W, d_mixing + gradᵀ A, is needed but beside a vector.
+        _, wide, projected, mixed, pushed, _ = applied
         grad = self._tall(grad)
-        moved = grad @ applied.mixed.mT
-        right = self.d_mixing @ applied.mixed.mT + self._twin.mT @ moved  # D mixedᵀ
-        left = applied.projected.mT @ self.d_mixing + applied.pushed.mT @ grad  # projectedᵀ D
-        slope = (applied.projected * right).sum()
-        right, left, moved = strength * right, strength * left, strength * moved
+        moved = grad @ mixed
+        d_projected = mixed.mT @ self._d_mixing + moved.mT @ self._twin
+        d_mixed = self._d_mixing @ projected.mT + grad.mT @ pushed
+        slope = (d_projected * projected).sum()
+        d_projected, d_mixed = strength * d_projected, strength * d_mixed
         if self._d_a is not None:
-            self._d_a.addcmul_(moved, applied.projected.mT).addcmul_(applied.tall, right.mT)
-            self._d_gram.addcmul_(applied.wide.mT, left)
-        d_tall, d_wide = applied.tall * (self._a @ right), applied.wide * (left @ self._gram)
-        return slope, *((d_wide.mT, d_tall.mT) if self._transposed else (d_tall, d_wide))
+            self._d_a.addcmul_(strength * moved, projected).addcmul_(applied.tall, d_projected)
+            self._d_gram.addcmul_(d_mixed, wide)
+        d_log_tall, d_log_wide = applied.tall * (self._a @ d_projected.mT), wide * (d_mixed.mT @ self._gram)
+        return slope, *((d_log_wide.mT, d_log_tall.mT) if self._transposed else (d_log_tall, d_log_wide))
 
     def add_dx(self, dx: Tensor) -> None:
         """Add to `dx` (b, D, N) what all applications that were gone back through add to the gradient of X."""
