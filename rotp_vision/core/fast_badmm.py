@@ -144,7 +144,7 @@ class _Chunk:
         if similarity:
             self.structure = Structure(self.x, self.gone, cast(Similarity, similarity), scratch)
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
-        ours = self.x is not inputs.x and self.structure is None
+        ours = self.x is not inputs.x and similarity != 'cosine'  # which reads X to the end
         self.x, peak = shift_rows(self.x, self.gone, self.x if ours else scratch.take())
         room = self._room() if eager else 0.0
         self.bounded = eager and ((self.gone is None and spread < room) or -float(self.x.amin()) < room)
@@ -311,8 +311,6 @@ def _backward(
     # The exponentials of Q, V, Q, V, ..., and then dy, dt, dy, dt, ...
     gradients, stack = scratch.stack(2 * num_modules - 1)
     last = _run(chunk, kept, stack)
-    if structure is not None:
-        structure.start_back(scratch, needs.x)
     d_log_p0 = torch.zeros_like(inputs.log_p0) if needs.log_p0 else None
     d_log_q0 = torch.zeros_like(inputs.log_q0) if needs.log_q0 else None
     spare = scratch.buffer()
@@ -323,6 +321,11 @@ def _backward(
     d_features = torch.mul(row, grad / total, out=scratch.buffer())
     moved = torch.mul(d_features, chunk.features, out=spare).sum(2, keepdim=True)
     torch.addcmul(spare, row, moved / total, value=-1, out=row)
+    dx = None
+    if needs.x:
+        dx = d_features if inputs.features is None else scratch.buffer()
+    if structure is not None:
+        structure.start_back(dx if dx is None or inputs.features is None else dx.zero_(), scratch)
     dz = dm = None
     for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
@@ -397,14 +400,13 @@ def _backward(
             if dm is not None:
                 slopes.add(('roughness of s', k), s_moved[-1])
                 slopes.add(('roughness of p', k - 1), p_moved[-1])
-    dx = None
+    if structure is not None:
+        structure.end_back()
     if slopes.wanted:
         slopes.add(('x',), torch.mv(gradients, scratch.flat(x)))
-    if needs.x:
-        beta, dx = (1, d_features) if inputs.features is None else (0, scratch.buffer())
-        torch.addmv(scratch.flat(dx), gradients.t(), chunk.all.of_x, beta=beta, out=scratch.flat(dx))
-        if structure is not None:
-            structure.add_dx(dx)
+    if dx is not None:
+        blank = inputs.features is not None and structure is None
+        scratch.flat(dx).addmv_(gradients.t(), chunk.all.of_x, beta=0 if blank else 1)
     return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
 
 

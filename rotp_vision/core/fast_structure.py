@@ -38,15 +38,15 @@ class Structure:
 
     def __init__(self, x: Tensor, gone: Tensor | None, similarity: Similarity, scratch: Scratch) -> None:
         """Of X (b, D, N), zero on masked samples; `gone` (b, 1, N) says which are."""
-        self._x, self._gone, self._similarity = x, gone, similarity
+        self._x, self._similarity = x, similarity
         self._transposed = x.shape[1] < x.shape[2]
         if similarity == 'covariance':
-            self._count = x.shape[2] if gone is None else x.shape[2] - gone.sum(2, keepdim=True, dtype=x.dtype)
-            left = torch.sub(x, x.sum(2, keepdim=True) / self._count, out=scratch.take())
+            count = x.shape[2] if gone is None else x.shape[2] - gone.sum(2, keepdim=True, dtype=x.dtype)
+            left = torch.sub(x, x.sum(2, keepdim=True) / count, out=scratch.take())
             if gone is not None:
                 left = torch.mul(left, ~gone, out=scratch.over(left))
             right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take())
-            self._scale = 1 / (self._count * x.shape[1])
+            self._scale = 1 / (count * x.shape[1])
         else:
             left, right = (torch.mul(x, length_scale(x, dim), out=scratch.take()) for dim in (2, 1))
             self._scale = 1.0
@@ -109,8 +109,12 @@ class Structure:
         tall = self._tall(onto)
         return self._tall(torch.addcmul(tall, applied.pushed, strength * applied.mixed.mT, out=scratch.over(tall)))
 
-    def start_back(self, scratch: Scratch, needs_x: bool) -> None:
-        self._d_a = self._tall(scratch.buffer().zero_()) if needs_x else None
+    def start_back(self, dx: Tensor | None, scratch: Scratch) -> None:
+        """From now on the gradient of X is added to `dx` (b, D, N), if wanted: complete after `end_back`."""
+        # Through the centring of A nothing changes: A and so W have rows of mean zero, which d_a takes over.
+        self._dx, self._d_a = dx, None
+        if dx is not None:
+            self._d_a = self._tall(dx if self._similarity == 'covariance' else scratch.buffer().zero_())
         self._d_gram = torch.zeros_like(self._gram)
         self._d_mixing = torch.zeros_like(self._gram)
 
@@ -161,21 +165,17 @@ class Structure:
         d_log_tall, d_log_wide = applied.tall * (self._a @ d_projected.mT), wide * (d_mixed.mT @ self._gram)
         return slope, *((d_log_wide.mT, d_log_tall.mT) if self._transposed else (d_log_tall, d_log_wide))
 
-    def add_dx(self, dx: Tensor) -> None:
-        """Add to `dx` (b, D, N) what all applications that were gone back through add to the gradient of X."""
-        assert self._d_a is not None
-        d_a, d_gram = self._tall(self._d_a), self._scale * (self._d_gram + self._d_gram.mT)
-        if self._similarity == 'cosine':
-            d_b = self._tall(self._b @ d_gram)
-            d_left, d_right = (d_b, d_a) if self._transposed else (d_a, d_b)
-            dx.add_(_normalize_back(self._x, d_left, 2)).add_(_normalize_back(self._x, d_right, 1))
+    def end_back(self) -> None:
+        if self._dx is None or self._d_a is None:
             return
-        # Through the centring of A. B is centred, so what its gradient has along that axis is zero on average.
-        if not self._transposed and self._gone is not None:
-            d_a.masked_fill_(self._gone, 0.0)
-        mean = d_a.mean(1, keepdim=True) if self._transposed else d_a.sum(2, keepdim=True) / self._count
-        dx.add_(d_a).sub_(mean)
-        self._add_product(self._tall(dx), self._b, d_gram, self._tall(dx))
+        dx, d_gram = self._tall(self._dx), self._scale * (self._d_gram + self._d_gram.mT)
+        if self._similarity == 'covariance':
+            self._add_product(dx, self._b, d_gram, dx)  # whose mean is zero for the same reason
+            return
+        d_left, d_right = self._tall(self._d_a), self._tall(self._b @ d_gram)
+        if self._transposed:
+            d_left, d_right = d_right, d_left
+        self._dx.add_(_normalize_back(self._x, d_left, 2)).add_(_normalize_back(self._x, d_right, 1))
 
 
 def _normalize_back(x: Tensor, grad: Tensor, dim: int) -> Tensor:

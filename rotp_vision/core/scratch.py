@@ -114,9 +114,11 @@ def _even_size(total: int, most: int, workers: int) -> int:
 
     Products of matrices are shared out set by set: of 5 sets and two workers one would wait for the third of the other.
     """
+    if total <= most:
+        return total
     unit = workers if workers <= most else 1
     count = math.ceil(total / (most // unit * unit))
-    return min(total, math.ceil(total / max(1, count) / unit) * unit)
+    return math.ceil(total / count / unit) * unit
 
 
 class NoScratch(Scratch):

@@ -5,7 +5,17 @@ import math
 import pytest
 import torch
 
-from rotp_vision.core.scratch import Exponents, NoScratch, Scratch, exponent_limit, exponentials, extent, shift_rows
+from rotp_vision.core.scratch import (
+    CHUNK_ELEMENTS,
+    Exponents,
+    NoScratch,
+    Scratch,
+    chunks,
+    exponent_limit,
+    exponentials,
+    extent,
+    shift_rows,
+)
 
 
 def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
@@ -59,6 +69,26 @@ def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
             assert buffer.shape == (num_sets, 8, 6)
             buffer.fill_(i)
         assert torch.equal(whole, torch.arange(3.0).unsqueeze(1).expand(3, num_sets * 8 * 6))
+
+
+@pytest.mark.parametrize(
+    ('num_sets', 'most', 'threads', 'sizes'),
+    [
+        (32, 5, 2, [4] * 8),  # not 5, of which one thread would do three
+        (32, 10, 2, [8] * 4),  # not 10, 10, 10 and 2
+        (9, 4, 1, [3] * 3),
+        (7, 6, 2, [4, 3]),
+        (3, 8, 2, [3]),
+        (3, 1, 2, [1] * 3),
+        (0, 4, 2, []),
+    ],
+)
+def test_chunks_are_even(monkeypatch, num_sets, most, threads, sizes):
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
+    monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', most * 48 / threads)
+    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), 1)]
+    assert [r.stop - r.start for r in rows] == sizes
+    assert [i for r in rows for i in range(r.start, r.stop)] == list(range(num_sets))
 
 
 def test_extent_whatever_is_contiguous():
