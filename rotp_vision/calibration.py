@@ -116,8 +116,8 @@ def calibrate(
     """
     path, pool = _global_pool(model)
     with _evaluation(model):
-        maps, targets, logits = _collect(model, pool, loader, max_images)
-        head = _Head(model, pool, maps, logits)
+        maps, targets, logits, image_shape = _collect(model, pool, loader, max_images)
+        head = _Head(model, pool, maps, logits, image_shape)
         fit_gain = pool.gain is not None
         mean = torch.cat([m.float().mean((2, 3)) for m in maps])
         average = _score(None, math.inf, mean, head, targets, fit_gain)
@@ -145,7 +145,7 @@ def _global_pool(model: nn.Module) -> tuple[str, GlobalROTPool2d]:
     if len(pools) != 1:
         raise ValueError(
             f'calibrate needs a model with one global ROT pooling, got {len(pools)}: convert the model first '
-            "(rotp_vision.convert(model), where='global')"
+            "(rotp_vision.convert(model), where='global'); poolings of tokens have nothing to calibrate"
         )
     return next(iter(pools.items()))
 
@@ -171,15 +171,16 @@ def _evaluation(model: nn.Module):
 
 
 def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Tensor, Tensor]], max_images: int):
-    """The pool's input maps (NCHW, chunks), the targets, and the model's logits with its pooling as it is."""
+    """The pool's input maps (NCHW, chunks), the targets, the model's logits with its pooling as it is, and an image's
+    shape."""
     device = next(model.parameters()).device
     seen: list[Tensor] = []
     hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    maps, targets, logits = [], [], []
+    maps, targets, logits, shape = [], [], [], torch.Size()
     count = 0
     try:
         for images, labels in loader:
-            keep = min(len(images), max_images - count)
+            keep, shape = min(len(images), max_images - count), images.shape[1:]
             logits.append(model(images[:keep].to(device)))
             features = seen.pop()
             if pool.input_fmt == 'NHWC':
@@ -194,17 +195,28 @@ def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Ten
         hook.remove()
     if not count:
         raise ValueError('loader must give at least one batch of (images, class indices), got none')
-    return maps, torch.cat(targets), torch.cat(logits)
+    return maps, torch.cat(targets), torch.cat(logits), shape
 
 
 class _Head:
     """What follows the pooling, as a function of the pooled features alone."""
 
-    def __init__(self, model: Any, pool: GlobalROTPool2d, maps: list[Tensor], logits: Tensor):
-        self.model, self.pool = model, pool
+    def __init__(self, model: Any, pool: GlobalROTPool2d, maps: list[Tensor], logits: Tensor, image_shape: torch.Size):
+        self.model, self.pool, self.image_shape = model, pool, image_shape
         pooled = torch.cat([pool.pool_sets(m.float().flatten(2)) for m in maps])
         tolerance = 1e-2 * float(logits.float().std())
-        if not torch.allclose(self(pooled), logits.float(), rtol=0, atol=tolerance):
+
+        def fits() -> bool:
+            return torch.allclose(self(pooled), logits.float(), rtol=0, atol=tolerance)
+
+        self.whole = not hasattr(model, 'forward_head')
+        try:
+            fitting = fits()
+        except RuntimeError:
+            # Then its head does more before it pools: only the whole model leads to the pool.
+            self.whole = True
+            fitting = fits()
+        if not fitting:
             raise ValueError(
                 'calibrate needs a network whose outputs depend on its last map through the global pooling alone; '
                 'those of this one do not'
@@ -223,12 +235,12 @@ class _Head:
         return self.zero + gain * (logits - self.zero) if self.affine else self(gain * pooled)
 
     def _run(self, pooled: Tensor) -> Tensor:
-        # The network runs on a small stand-in; a hook puts the pooled features in the place of the pool's output.
+        # The network runs on a stand-in; a hook puts the pooled features in the place of the pool's output.
         pooled = pooled.to(next(self.model.parameters()).dtype)
         hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled))
         try:
-            if not hasattr(self.model, 'forward_head'):
-                return self.model(pooled.new_zeros(len(pooled), 3, 64, 64)).float()
+            if self.whole:
+                return self.model(pooled.new_zeros(len(pooled), *self.image_shape)).float()
             pixel = pooled[:, None, None, :] if self.pool.input_fmt == 'NHWC' else pooled[:, :, None, None]
             return self.model.forward_head(pixel).float()
         finally:

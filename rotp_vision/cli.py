@@ -21,7 +21,15 @@ from torch.utils.data import DataLoader
 from rotp_vision import bench
 from rotp_vision.calibration import calibrate
 from rotp_vision.evaluation import ImageFiles, compare
-from rotp_vision.hub import build, load_pretrained, read_state_dict, save_pretrained, write_state_dict
+from rotp_vision.hub import (
+    build,
+    load_pretrained,
+    native_of,
+    num_classes_of,
+    read_state_dict,
+    save_pretrained,
+    write_state_dict,
+)
 from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
 from rotp_vision.surgery.convert import DEFAULT
@@ -107,6 +115,11 @@ def _add_loading(command: argparse.ArgumentParser):
 def _load(args: argparse.Namespace) -> nn.Module:
     """The network that `model`, `--checkpoint`, `--pretrained` and `--num-classes` describe, in eval mode."""
     if Path(args.model).is_dir():
+        if args.checkpoint or args.pretrained or args.num_classes is not None:
+            raise ValueError(
+                f'{args.model} is a directory with weights of its own: --checkpoint, --pretrained and --num-classes '
+                "go with a network's name"
+            )
         return load_pretrained(args.model)
     kwargs: dict[str, Any] = {} if args.num_classes is None else {'num_classes': args.num_classes}
     from_hub = args.model.startswith('hf-hub:')
@@ -137,13 +150,11 @@ def _load_weights(model: nn.Module, args: argparse.Namespace):
 def _convert(args: argparse.Namespace):
     if Path(args.output).exists() and not args.force:
         raise ValueError(f'{args.output} exists; choose another --output, or overwrite it with --force')
-    options = pool_options(
-        (DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool})
-        | dict(_assignment(text) for text in args.set)
-    )
+    given = dict(_assignment(text) for text in args.set)
+    options = pool_options((DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool}) | given)
     model = _load(args)
     where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
-    convert(model, options, where=where, start=args.start)
+    convert(model, options, where=where, start=None if 'start' in given else args.start)
     print(describe(model))
     if args.calibrate:
         images = ImageFiles(args.calibrate, _transform(model))
@@ -151,8 +162,11 @@ def _convert(args: argparse.Namespace):
             raise ValueError(f'--calibrate needs labels, but {images.why_no_labels(model)}')
         report = calibrate(model, DataLoader(images, batch_size=32, shuffle=True))
         print(f'\ncalibrated on {report.num_images} images\n{report.table(limit=10)}')
-    base = args.model if not args.model.startswith('hf-hub:') else None
-    arguments = None if args.num_classes is None else {'num_classes': args.num_classes}
+    if Path(args.model).is_dir():
+        base, arguments = native_of(args.model)
+    else:
+        base = args.model if not args.model.startswith('hf-hub:') else None
+        arguments = None if args.num_classes is None else {'num_classes': args.num_classes}
     directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
     print(f"\nwrote {directory}; load it by\n  rotp_vision.load_pretrained('{directory}')")
     print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
@@ -206,7 +220,7 @@ def _verify(args: argparse.Namespace):
     elif Path(args.original).is_dir():
         original = load_pretrained(args.original)
     else:
-        args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, None
+        args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, num_classes_of(model)
         original = _load(args)
     images = ImageFiles(args.images, _transform(model), args.limit)
     loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)

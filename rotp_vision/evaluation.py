@@ -12,6 +12,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
+from rotp_vision.hub import num_classes_of
+
 
 class ImageFiles(Dataset):
     """The images of a folder, labelled where they lie in one folder per class.
@@ -30,7 +32,10 @@ class ImageFiles(Dataset):
         if not files:
             raise ValueError(f'there are no images in {self.root} (looked for {", ".join(IMG_EXTENSIONS)})')
         self.classes = sorted({path.relative_to(self.root).parts[0] for path in files if path.parent != self.root})
-        self.files = files if limit is None else files[:: max(1, len(files) // limit)][:limit]
+        if limit is not None and limit < 1:
+            raise ValueError(f'the limit must be at least one image, got {limit}')
+        count = len(files) if limit is None else min(limit, len(files))
+        self.files = [files[i * len(files) // count] for i in range(count)]
 
     def __len__(self) -> int:
         return len(self.files)
@@ -48,10 +53,13 @@ class ImageFiles(Dataset):
 
     def why_no_labels(self, model: nn.Module) -> str:
         """Why the folders cannot be the classes of the model; empty if they can."""
-        num_classes = getattr(model, 'num_classes', None)
         if not self.classes:
             return f'{self.root} has no class folders'
-        if num_classes is not None and len(self.classes) != num_classes:
+        beside = sum(path.parent == self.root for path in self.files)
+        if beside:
+            return f'{self.root} has {beside} images beside its class folders'
+        num_classes = num_classes_of(model)
+        if len(self.classes) != num_classes:
             return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
         return ''
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
-from rotp_vision.layers import pool_options
+from rotp_vision.layers import LocalROTPool2d, PoolOptions, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
 
@@ -97,7 +97,7 @@ def save_pretrained(
         base: the name by which timm makes the native network, or torchvision behind 'torchvision:'. By default what
             a timm model says itself.
         model_args: what else `timm.create_model` was given for the native network (in_chans, …).
-        force: whether to take the place of what is there.
+        force: whether to replace these two files where the directory exists; others in it stay.
 
     Example:
         >>> import tempfile, timm, rotp_vision
@@ -118,16 +118,23 @@ def save_pretrained(
     if base is None:
         raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
     native_args = dict(model_args or {})
+    in_chans = _in_chans(model, cfg)
+    if in_chans not in (None, 3):
+        native_args.setdefault('in_chans', in_chans)
     if isinstance(model, ROTPResNet):
         architecture = base
-        arguments = native_args | {'rotp': pools['global_pool'].options.to_dict() or {'solver': 'badmm-e'}}
+        arguments = native_args | {'rotp': _whole(model.rotp)}
         if 'maxpool' in pools:
-            arguments['rotp_stem'] = pools['maxpool'].options.to_dict()
+            arguments['rotp_stem'] = _whole(pools['maxpool'].options)
+        if 'global_pool' in pools:
+            arguments['rotp'] = _whole(pools['global_pool'].options)
+        else:
+            arguments['global_pool'] = model.global_pool.pool_type
     else:
         architecture = 'rotp_converted'
         options = {path: pool.options.to_dict() for path, pool in pools.items()}
         arguments = {'base': base, 'base_args': native_args, 'pools': options}
-    num_classes = _num_classes(model)
+    num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
@@ -136,14 +143,28 @@ def save_pretrained(
         _write_weights(model, made / 'model.safetensors')
         if cfg:
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
+            if in_chans not in (None, 3):
+                # The weights are for as many channels: nothing is to be made of them that fits.
+                written = json.loads((made / 'config.json').read_text())
+                written['pretrained_cfg']['first_conv'] = None
+                (made / 'config.json').write_text(json.dumps(written, indent=2))
         else:
             config['pretrained_cfg'] = {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
             (made / 'config.json').write_text(json.dumps(config, indent=2))
         _sync(made / 'config.json')
+        old = Path(workplace) / 'old'
         if target.exists():
-            target.rename(Path(workplace) / 'old')
+            target.rename(old)
         made.rename(target)
+        for other in old.iterdir() if old.is_dir() else ():
+            if not (target / other.name).exists():
+                other.rename(target / other.name)
     return target
+
+
+def _whole(options: PoolOptions) -> dict[str, Any]:
+    """All options: what is left out would be filled in by those of the variant."""
+    return asdict(options)
 
 
 def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -189,7 +210,17 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
     return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
 
 
-def _num_classes(model: nn.Module) -> int:
+def native_of(directory: str | Path) -> tuple[str | None, dict[str, Any]]:
+    """`base` and `model_args` with which `save_pretrained` wrote a directory."""
+    config = json.loads((Path(directory) / 'config.json').read_text())
+    arguments = dict(config['model_args'])
+    if config['architecture'] == 'rotp_converted':
+        return arguments['base'], arguments['base_args']
+    return config['architecture'], {key: value for key, value in arguments.items() if not key.startswith('rotp')}
+
+
+def num_classes_of(model: nn.Module) -> int:
+    """Classes of a model, by what it says or by its last linear layer."""
     num_classes = getattr(model, 'num_classes', None)
     if isinstance(num_classes, int):
         return num_classes
@@ -197,6 +228,13 @@ def _num_classes(model: nn.Module) -> int:
     if not linear:
         raise ValueError('the model has neither num_classes nor a linear layer to tell it')
     return linear[-1].out_features
+
+
+def _in_chans(model: nn.Module, cfg: Mapping[str, Any]) -> int | None:
+    """Channels of the images, where a timm model says which its first convolution is."""
+    name = cfg.get('first_conv')
+    stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
+    return stem.in_channels if isinstance(stem, nn.Conv2d) else None
 
 
 def _with_versions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
@@ -235,8 +273,14 @@ def rotp_converted(
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another that is asked for, the network is the native one.
+        whole = rotp_converted(pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools)
+        local = [path for path, pool in rot_pools(whole).items() if isinstance(pool, LocalROTPool2d)]
+        if local:
+            raise ValueError(
+                f'the network has local ROT pools ({", ".join(local)}), which features_only and global_pool would '
+                'drop: load it as it is, and use forward_intermediates, forward_features or reset_classifier'
+            )
         if pretrained:
-            whole = rotp_converted(True, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools)
             overlay = {'state_dict': revert(whole).state_dict(), 'num_classes': cfg.num_classes}
             arguments |= {'pretrained': True, 'pretrained_cfg_overlay': overlay}
         model: Any = build(base, **arguments)

@@ -82,6 +82,14 @@ def test_torchvision_and_pools_without_gain():
     assert report.best.loss == report.best.raw_loss
 
 
+def test_networks_of_other_images_and_with_more_in_their_head():
+    gray = nn.Sequential(nn.Conv2d(1, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    more = timm.create_model('efficientvit_b0', num_classes=4)
+    for model, channels in ((gray, 1), (more, 3)):
+        batch = torch.randn(4, channels, 64, 64), torch.arange(4)
+        assert calibrate(convert(model), [batch], temperatures=[1.0, 10.0]).num_images == 4
+
+
 def test_errors():
     with pytest.raises(ValueError, match='one global ROT pooling, got 0: convert the model first'):
         calibrate(timm.create_model('test_resnet'), [])

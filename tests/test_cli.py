@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import rotp_vision
 from rotp_vision.cli import main
+from rotp_vision.evaluation import ImageFiles
 
 
 @pytest.fixture(scope='module')
@@ -96,6 +98,11 @@ def test_verify_and_revert(place, saved, capsys):
          'there is no checkpoint file'),
         (['verify', '--model', '{place}/converted', '--images', '{place}/none'], 'there is no folder of images'),
         (['verify', '--model', '{place}/images', '--images', '{place}/images'], 'has no config.json'),
+        (['verify', '--model', '{place}/converted', '--images', '{place}/images', '--limit', '0'],
+         'at least one image'),
+        (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'weights of its own'),
+        (['convert', '--model', 'torchvision:resnet18', '--calibrate', '{place}/images', '--output', '{place}/new'],
+         'has 3 class folders, the network 1000'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
     ],
 )  # fmt: skip
@@ -105,6 +112,30 @@ def test_errors_say_what_to_do(place, saved, capsys, command, message):
     assert re.search(message, error)
     assert 'Traceback' not in error
     assert not (place / 'new').exists()
+
+
+def test_a_converted_directory_is_converted_further(place):
+    command = ['convert', '--model', 'test_resnet', '--num-classes', 3, '--where', 'local']
+    assert run(*command, '--output', place / 'local') == 0
+    assert run('convert', '--model', place / 'local', '--set', 'start=paper', '--output', place / 'both') == 0
+    pools = rotp_vision.rot_pools(rotp_vision.load_pretrained(place / 'both'))
+    assert len(pools) == len(rotp_vision.rot_pools(rotp_vision.load_pretrained(place / 'local'))) + 1
+    assert float(pools['global_pool'].named_weights()['smoothness']) == pytest.approx(0.6931, rel=1e-3)
+
+
+def test_an_original_of_other_classes(place, saved):
+    command = ['verify', '--model', saved, '--images', place / 'images', '--workers', 0]
+    assert run(*command, '--original', 'test_resnet', '--checkpoint', place / 'native.safetensors') == 0
+
+
+def test_images_are_evenly_spread_and_labels_told_apart(place, tmp_path):
+    files = ImageFiles(place / 'images', None, limit=5).files
+    assert [file.parent.name for file in files] == ['ant', 'ant', 'bee', 'bee', 'cat']
+    assert len(ImageFiles(place / 'images', None, limit=100)) == 9
+    images = shutil.copytree(place / 'images', tmp_path / 'images')
+    shutil.copy(images / 'ant' / '0.png', images / '0.png')
+    model = timm.create_model('test_resnet', num_classes=3)
+    assert 'beside its class folders' in ImageFiles(images, None).why_no_labels(model)
 
 
 def test_a_broken_image_is_named(place, saved, tmp_path, capsys):

@@ -53,6 +53,46 @@ def test_torchvision_and_registered_models(tmp_path):
     assert torch.equal(load_pretrained(tmp_path / 'ours')(x), ours(x))
 
 
+@pytest.mark.parametrize(
+    ('name', 'arguments'),
+    [
+        ('resnet18_rotp_q', {'rotp': {'solver': 'badmm-e', 'view': 'rms'}}),
+        ('resnet18_rotp_s', {'rotp': {'solver': 'badmm-e', 'gain': 'scalar'}}),
+        ('resnet18_rotp_local', {'rotp_stem': {'solver': 'badmm-e'}}),
+        ('resnet18_rotp_local', {'global_pool': 'avg'}),
+    ],
+)
+def test_a_variant_comes_back_with_its_own_options(tmp_path, name, arguments):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=4, **arguments).eval()
+    assert torch.equal(load_pretrained(save_pretrained(model, tmp_path / 'out'))(x), model(x))
+
+
+@pytest.mark.parametrize('in_chans', [1, 2, 4, 6])
+def test_images_of_other_than_three_channels(tmp_path, in_chans):
+    image = torch.randn(2, in_chans, 64, 64)
+    for i, model in enumerate([converted(in_chans=in_chans), timm.create_model('resnet18_rotp', in_chans=in_chans)]):
+        loaded = load_pretrained(save_pretrained(model.eval(), tmp_path / str(i)))
+        assert torch.equal(loaded(image), model(image))
+
+
+def test_local_pools_are_not_dropped_in_silence(tmp_path):
+    model = convert(timm.create_model('resnet18', num_classes=3), where='all')
+    directory = save_pretrained(model, tmp_path / 'out')
+    for arguments in ({'features_only': True}, {'global_pool': 'avg'}):
+        with pytest.raises(ValueError, match='local ROT pools'):
+            load_pretrained(directory, **arguments)
+
+
+def test_other_files_of_a_directory_stay(tmp_path):
+    directory = save_pretrained(converted(), tmp_path / 'out')
+    (directory / 'notes').mkdir()
+    (directory / 'notes' / 'README.md').write_text('mine')
+    save_pretrained(converted(), directory, force=True)
+    assert sorted(os.listdir(directory)) == ['config.json', 'model.safetensors', 'notes']
+    assert (directory / 'notes' / 'README.md').read_text() == 'mine'
+
+
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
     model = converted()
     directory = save_pretrained(model, tmp_path / 'out')

@@ -29,6 +29,7 @@ class ROTPool(nn.Module):
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
         super().__init__()
         self.options = pool_options(options)
+        self.is_part = False  # of another pool, which then speaks for it where weights are loaded
         self.solver = self.options.to_solver()
         self.view: str = self.options.view
         # The solver's fields once more, one by one: TorchScript does not take it whole.
@@ -131,7 +132,7 @@ class ROTPool(nn.Module):
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A file of the native network holds nothing of this layer: keep what is here. A file that holds only a part
         # is reported as torch always does. (state_dict is torch's own copy, from which the children load next.)
-        if not any(key.startswith(prefix) for key in state_dict):
+        if not self.is_part and not any(key.startswith(prefix) for key in state_dict):
             state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -66,7 +66,10 @@ class MixedROTPool2d(MapPool):
             raise ValueError('num_features must be given for a gated pooling, got None')
         if fusion.prior != 'uniform':
             raise ValueError(f"the fusing pooling learns its own prior: prior must be 'uniform', got {fusion.prior!r}")
-        self.heads = nn.ModuleList(ROTPool(head, num_features) for head in heads)
+        parts = [ROTPool(head, num_features) for head in heads]
+        for part in parts:
+            part.is_part = True
+        self.heads = nn.ModuleList(parts)
         self.omega = None if gated else nn.Parameter(torch.zeros(len(heads)))
         self.gate = nn.Linear(num_features, len(heads)) if gated and num_features is not None else None
         if self.gate is not None:

@@ -119,7 +119,7 @@ class LocalROTPool2d(ROTPool):
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, inside, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
-        step = max(1, CHUNK_VALUES // size)
+        step = max(1, CHUNK_VALUES // max(1, size))
         if step >= rows:
             return self._pool_rows(padded, inside, 0, rows, columns)
         pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows

@@ -38,6 +38,14 @@ class PositiveWeight(nn.Module):
         beta = self.beta if self.beta.dtype == torch.float64 else self.beta.float()
         return self.start * (F.softplus(beta) / math.log(2.0))
 
+    def _apply(self, fn, recurse=True):
+        # A half-precision model keeps its starts in float32: those of limits are beyond the largest half.
+        start = self.start
+        super()._apply(fn, recurse)
+        if self.start.dtype in (torch.float16, torch.bfloat16):
+            self.start = start.to(self.start.device)
+        return self
+
     def set(self, value: Tensor | float):
         """Let the weight be `value` from here on (and β = 0 again)."""
         value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)

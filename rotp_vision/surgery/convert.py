@@ -4,9 +4,11 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from timm.models._features_fx import register_notrace_module
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
 from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
@@ -66,14 +68,15 @@ def convert(
     refuse_wrapped(model)
     options = pool_options(pool) if start is None else pool_options(pool, start=start)
     inputs = example_inputs(model, example_input)
-    new = replace_pools(model, find_pools(model, inputs), options, where)
-    idle = _idle(model, inputs, new)
-    if idle:
+    found = find_pools(model, inputs)
+    examples = _examples(inputs)
+    with undisturbed(model):
+        before = model(*examples)
+    new = replace_pools(model, found, options, where)
+    reason = _why_not(model, examples, before, new)
+    if reason:
         _take_all(model, new)
-        raise ValueError(
-            f'cannot replace {", ".join(idle)}: the model does not run what stands there but calls the old pool by '
-            'another reference (a list, a partial function, a closure)'
-        )
+        raise ValueError(f'cannot replace {reason}')
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
@@ -292,14 +295,72 @@ def _take_all(model: nn.Module, pools: Mapping[str, ROTPool]):
             change(module, guard=False)
 
 
-def _idle(model: nn.Module, inputs: tuple, pools: Mapping[str, ROTPool]) -> list[str]:
-    """Which of the pools do not run."""
-    ran = set()
+def _examples(inputs: tuple) -> tuple:
+    """The inputs, noise in place of values that are all the same: what zeros make tells poolings hardly apart."""
+    generator = torch.Generator().manual_seed(0)
+    return tuple(
+        torch.randn(value.shape, generator=generator).to(value)
+        if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and not bool(value.any())
+        else value
+        for value in inputs
+    )
+
+
+def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, ROTPool]) -> str:
+    """Which of the new pools are not what the old ones were to the model, and why; empty if all are.
+
+    All must run, and if they gave what the old ones gave, the model's outputs must be those of `before`: else a method
+    that pools by itself makes more of the map than its pool.
+    """
+    ran: dict[str, bool] = {}  # by path, whether the old pool's result is known
+
+    def give_old(path: str, replaced: Replaced, args: tuple, output: Tensor) -> Any:
+        ran[path] = all(other is None for other in args[1:])
+        if replaced.native is not None:
+            return replaced.native.forward(*args)  # without its hooks
+        x, layout = args[0], replaced.pool.layout
+        axes = {'NCHW': (2, 3), 'NHWC': (1, 2), 'NLC': (1,)}[layout]
+        return (x.amax(axes) if replaced.pool.reduction == 'max' else x.mean(axes)).view_as(output)
+
     with undisturbed(model):
         for path, pool in pools.items():
-            pool.register_forward_hook(lambda *_, path=path: ran.add(path))
-        model(*inputs)
-    return [path for path in pools if path not in ran]
+            replaced = _replaced(pool)
+            assert replaced is not None
+
+            def hook(_: Any, args: Any, output: Any, path: str = path, replaced: Replaced = replaced) -> Any:
+                return give_old(path, replaced, args, output)
+
+            pool.register_forward_hook(hook)
+        try:
+            after = model(*inputs)
+        except Exception as error:  # of the model's own making
+            return f'{", ".join(pools)}: the model does not run with it ({type(error).__name__}: {error})'
+    idle = [path for path in pools if path not in ran]
+    if idle:
+        return (
+            f'{", ".join(idle)}: the model does not run what stands there but calls the old pool by another reference '
+            '(a list, a partial function, a closure)'
+        )
+    if all(ran.values()) and not _alike(before, after):
+        old = {path: pool.__dict__['replaced'].pool.old for path, pool in pools.items()}
+        return (
+            f'{", ".join(f"{path} ({name})" for path, name in old.items())}: the model makes more of the map than '
+            'this. If a method does it, let a module pool for it, self.pool = nn.AdaptiveAvgPool2d(1), or let it pool '
+            'in a method of its own'
+        )
+    return ''
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Whether two outputs of a model are the same up to rounding; those without values are."""
+    for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
+        if isinstance(a, Tensor) and a.is_floating_point() and not a.is_meta:
+            tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
+            a, b = a.float(), b.float()
+            bound = max(float(a.abs().max()), 1e-6) if a.numel() else 1.0
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=tolerance * bound, equal_nan=True):
+                return False
+    return True
 
 
 def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -90,7 +90,11 @@ def _image_size(model: nn.Module) -> tuple[int, int, int]:
     grid = getattr(patches, 'img_size', None)
     if isinstance(grid, (tuple, list)) and len(grid) == 2:
         size = (size[0], *grid)
-    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+    known, modules = config.get('first_conv'), dict(model.named_modules())
+    stem = modules.get(known) if isinstance(known, str) else None
+    if isinstance(stem, nn.Conv2d):
+        return stem.in_channels, size[1], size[2]
+    stem = next((module for module in modules.values() if isinstance(module, nn.Conv2d)), None)
     if stem is not None and stem.in_channels < size[0]:
         size = (stem.in_channels, *size[1:])
     return size[0], size[1], size[2]

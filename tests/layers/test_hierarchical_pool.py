@@ -43,6 +43,21 @@ def test_plan_of_a_mixed_pooling_is_what_it_averages_with():
     torch.testing.assert_close(plan.exp().sum((1, 2)), torch.ones(2))
 
 
+def test_half_precision_keeps_the_limits():
+    x = torch.randn(2, 8, 7, 7)
+    for dtype in (torch.float16, torch.bfloat16):
+        pool = MixedROTPool2d.mean_max().to(dtype)
+        torch.testing.assert_close(pool(x.to(dtype)), MixedROTPool2d.mean_max()(x.to(dtype).float()).to(dtype))
+
+
+def test_a_file_without_one_of_the_heads_is_an_error():
+    pool = MixedROTPool2d(['sinkhorn', 'badmm-e'])
+    state = {key: value for key, value in pool.state_dict().items() if not key.startswith('heads.1')}
+    with pytest.raises(RuntimeError, match='Missing key'):
+        pool.load_state_dict(state)
+    pool.load_state_dict({})  # of a native network
+
+
 def test_mixed_errors():
     with pytest.raises(ValueError, match='heads must be at least two pooling options'):
         MixedROTPool2d(['sinkhorn'])

@@ -117,3 +117,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held) / 1024)
 """
     megabytes = float(subprocess.run([sys.executable, '-c', script], capture_output=True, text=True, check=True).stdout)
     assert megabytes < 600
+
+
+def test_an_empty_batch():
+    assert LocalROTPool2d(kernel_size=2)(torch.rand(0, 4, 8, 8)).shape == (0, 4, 4, 4)

@@ -113,6 +113,61 @@ def test_start(pool, start, smoothness):
     assert float(model.squash.named_weights()['smoothness'].flatten()[0]) == pytest.approx(smoothness, rel=1e-3)
 
 
+class Head(nn.Module):
+    """A network whose head is a method that pools by itself."""
+
+    def __init__(self, head, width=8):
+        super().__init__()
+        self.conv, self.fc, self.head = nn.Conv2d(3, 8, 3), nn.Linear(width, 4), head
+
+    def forward_head(self, x):
+        return self.fc(self.head(x))
+
+    def forward(self, x):
+        return self.forward_head(self.conv(x))
+
+
+@pytest.mark.parametrize(
+    ('head', 'width', 'reason'),
+    [
+        (lambda x: torch.cat([x.mean((2, 3)), x.std((2, 3))], 1), 16, 'makes more of the map'),
+        (lambda x: x.mean((2, 3)) * (x.shape[2] * x.shape[3]) ** 0.5, 8, 'makes more of the map'),
+        (lambda x: x.mean((2, 3)) + x.relu().mean((2, 3)), 8, 'makes more of the map'),
+        (lambda x: x.relu_().mean((2, 3)), 8, 'makes more of the map'),
+        (lambda x: nn.functional.avg_pool2d(x, 62).flatten(1), 8, 'does not run with it'),
+    ],
+)
+@pytest.mark.filterwarnings('ignore:std')
+def test_a_method_that_makes_more_of_the_map_is_refused_and_left_as_it_was(head, width, reason):
+    torch.manual_seed(0)
+    model, x = Head(head, width).eval(), torch.randn(2, 3, 64, 64)
+    before = model(x)
+    with pytest.raises(ValueError, match=reason):
+        convert(model, example_input=x)
+    assert not rot_pools(model)
+    assert torch.equal(model(x), before)
+
+
+def test_a_method_that_only_pools_is_converted():
+    model = convert(Head(lambda x: x.mean((2, 3))), example_input=torch.zeros(2, 3, 64, 64))
+    assert list(rot_pools(model)) == ['rot_pool']
+
+
+def test_a_pool_that_cannot_serve_twice_is_refused_and_put_back():
+    class Reused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two, self.pool = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 16, 3), nn.MaxPool2d(2)
+
+        def forward(self, x):
+            return self.pool(self.two(self.pool(self.one(x)))).mean((2, 3))
+
+    model = Reused()
+    with pytest.raises(ValueError, match='does not run with it'):
+        convert(model, {'gain': 'channel'}, where='local')
+    assert type(model.pool) is nn.MaxPool2d
+
+
 def test_hooks_and_other_references_stay():
     model, x = make('resnet')
     seen = []
