@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import copy
 import math
 import os
 import shlex
@@ -25,7 +26,9 @@ import torch
 import torch.nn.functional as F
 import yaml
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from rich.console import Console
+from rich.markup import escape
 from timm.data import Mixup  # pyright: ignore[reportPrivateImportUsage]
 from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
@@ -83,13 +86,15 @@ def main(args: Sequence[str] | None = None) -> None:
             mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
             log_with=None if only_looking else [*config.trackers] or None,
             project_dir=config.output,
+            # Our own, told outright: a variable of the environment would divide the gradients once more.
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         check_launch(accelerator)
     except (ValueError, RuntimeError) as error:
         fail(error)
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
     for warning in warnings:
-        console.print(f'[yellow]warning:[/] {warning}', soft_wrap=True)
+        console.print(f'[yellow]warning:[/] {escape(warning)}', soft_wrap=True)
     stored_config = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
         fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
@@ -106,12 +111,14 @@ def main(args: Sequence[str] | None = None) -> None:
                 model = load_for_evaluation(config.evaluate, config.model, num_classes)
             else:
                 model = build_model(config.model, num_classes)
-    except (ValueError, OSError, RuntimeError) as error:
+                check_stages(config, model)
+        train_transform, val_transform = transforms(config.data, *normalization(model))
+    except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
         fail(error)
-    train_transform, val_transform = transforms(config.data, *normalization(model))
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
 
-    with stop_signals() as stop:
+    # An evaluation has nothing to save: a signal ends it.
+    with contextlib.nullcontext([]) if config.evaluate is not None else stop_signals() as stop:
         run = Run(
             config=config,
             stored_config=stored_config,
@@ -142,7 +149,7 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     if config.trackers and not config.dry_run:
         run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
     if checkpoint is not None:
-        run.console.print(f'continuing from {checkpoint.path}', soft_wrap=True)
+        run.console.print(f'continuing from {checkpoint.path}', soft_wrap=True, markup=False)
 
     if progress.stage == 1:
         model = train_stage(run, model, 1, checkpoint)
@@ -302,12 +309,12 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             bar.update()
             bar.set_postfix_str(f'loss {mean_loss:.4f}, {speed:.0f} images/s', refresh=False)
             if config.dry_run:
-                if progress.step == 1:
-                    started, first_step = time.perf_counter(), 1
-                elif progress.step >= min(DRY_STEPS, steps):
+                if progress.step >= min(DRY_STEPS, steps):
                     bar.close()
                     show_estimate(run, elapsed / (progress.step - first_step), steps * settings.epochs)
                     return unwrapped(run, wrapped, model)
+                if progress.step == 1:
+                    started, first_step = time.perf_counter(), 1
                 continue
             if logs and (progress.step % config.log_every == 0 or progress.step == steps):
                 logs.step(stage, epoch, mean_loss, lr, speed, data_time / elapsed)
@@ -427,6 +434,26 @@ def check_classes(config: RunConfig, num_classes: int) -> None:
         raise ValueError(f'{config.model.name} is pretrained for {known} classes but the data has {num_classes}')
 
 
+def check_stages(config: RunConfig, model: nn.Module) -> None:
+    """What only stage 2 or an optimizer would stumble over, found before hours of stage 1: on a copy of the model."""
+    with torch.random.fork_rng(devices=[]):
+        copied = copy.deepcopy(model)
+        for stage, settings in ((1, config.stage1), (2, config.stage2)):
+            if not settings.epochs:
+                continue
+            if stage == 2:
+                rotp_vision.freeze(convert_model(copied, config.pool), config.stage2.train)
+                if config.stage2.cache_features and not hasattr(copied, 'forward_features'):
+                    raise ValueError(
+                        f'{config.model.name} has no forward_features, as timm networks do: set stage2.cache_features '
+                        'false'
+                    )
+            try:
+                create_optimizer_v2(copied, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+            except (ValueError, TypeError, AssertionError) as error:
+                raise ValueError(f'stage{stage}.optimizer {settings.optimizer!r} cannot be made: {error}') from error
+
+
 def show_estimate(run: Run, seconds: float, steps: int) -> None:
     total = timedelta(seconds=round(seconds * steps))
     run.console.print(f'  {seconds:.3f} s a step, about {total} for {steps:,} steps, evaluation and cache apart\n')
@@ -456,12 +483,17 @@ class Logs:
                 self.learned.append({'epoch': epoch, 'weight': name, 'module': module, 'value': value})
 
 
+def without_resume(args: Sequence[str]) -> list[str]:
+    """A command's arguments without `--resume` and its value."""
+    pairs = zip(['', *args], args, strict=False)
+    return [arg for before, arg in pairs if '--resume' not in (before, arg) and not arg.startswith('--resume=')]
+
+
 def leave(run: Run) -> NoReturn:
     """Ends a run that a signal stopped, with everything saved."""
     cause = run.stop[0] if run.stop else 'a signal to another process'
-    again = shlex.join([arg for arg in sys.argv if arg not in ('--resume', 'auto')])
     run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
-    run.console.print(f'  python {again} --resume auto', soft_wrap=True)
+    run.console.print(f'  python {shlex.join(without_resume(sys.argv))} --resume auto', soft_wrap=True, markup=False)
     run.accelerator.end_training()
     raise SystemExit(0)
 

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 from rotp_vision.training.checkpoint import force_to_disk
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
-from rotp_vision.training.model import map_shape
+from rotp_vision.training.model import map_shape, normalization
 from rotp_vision.training.run import Run
-from rotp_vision.training.sources import StreamSource
+from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
 class PoolAndClassifier(nn.Module):
@@ -67,8 +67,8 @@ class CachePlan:
             )
 
 
-def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int) -> str:
-    """Digest of everything that a map depends on: frozen weights, data and its augmentation."""
+def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, others: object = None) -> str:
+    """Digest of everything that a map depends on: frozen weights, data and its augmentation, and `others`, plain."""
     digest = hashlib.sha256()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, tensor in sorted(model.state_dict().items()):
@@ -76,8 +76,15 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int) -> st
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().double().numpy().tobytes())
     settings = {key: value for key, value in asdict(data).items() if key not in ('workers', 'max_broken')}
-    digest.update(json.dumps([settings, seed, views], sort_keys=True).encode())
+    digest.update(json.dumps([settings, seed, views, others], sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]
+
+
+def _images_of(source: object) -> object:
+    """What tells a set of images from what it was before one came or went."""
+    if isinstance(source, FolderSource):
+        return hashlib.sha256('\n'.join(source.files).encode()).hexdigest()
+    return source.dataset._fingerprint if isinstance(source, HubSource) else None
 
 
 def shard_file(directory: Path, part: str, shard: Shard) -> Path:
@@ -182,7 +189,10 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     assert not isinstance(run.val, StreamSource)
     views = config.stage2.cache_views
     base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
-    directory = base / fingerprint(model, data, config.seed, views)
+    # Beside the weights: what is made of them, and how exactly.
+    others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
+    others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
+    directory = base / fingerprint(model, data, config.seed, views, others)
     filler = torch.zeros(3, data.image_size, data.image_size)
     parts: dict[str, TrainImages | ValImages] = {'val': ValImages(run.val, run.val_transform, filler)}
     if views == 0:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -68,7 +69,9 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint of this point under `directory`, then removes all but the last `keep` and the best.
+    """Writes a checkpoint of this point under `directory`, then removes all before it but the last and the best.
+
+    What is later than this point cannot be of this run, which would have gone on from it: damaged, it goes as well.
 
     Raises:
         OSError: with a message that says so where the disk is full; the checkpoints before are untouched.
@@ -92,11 +95,13 @@ def save_checkpoint(
         _remove(path)  # a damaged one of the same point; a directory cannot be renamed onto a full one
         temporary.rename(path)
         force_to_disk(directory)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
+        explained = _explained(error, directory)  # while what was written still takes its room
         shutil.rmtree(temporary, ignore_errors=True)
-        raise _explained(error, directory) from error
-    names = list_checkpoints(directory)
-    for old in names[:-keep]:
+        raise explained from error
+    earlier = [old for old in list_checkpoints(directory) if old.name <= path.name]
+    later = [old for old in list_checkpoints(directory) if old.name > path.name]
+    for old in (*earlier[:-keep], *later):
         if old.name not in progress.best:
             _remove(old)
     return path
@@ -157,7 +162,14 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
             )
         return None, warnings
     if resume != 'auto':
-        return load_checkpoint(Path(resume)), warnings
+        checkpoint = load_checkpoint(Path(resume))
+        later = [path.name for path in candidates if path.name > checkpoint.progress.name]
+        if later:
+            raise ValueError(
+                f'{directory.parent} holds later checkpoints ({", ".join(later)}): continue from the last with '
+                '--resume auto, or go on from this one in another --output'
+            )
+        return checkpoint, warnings
     for path in reversed(candidates):
         try:
             return load_checkpoint(path), warnings
@@ -184,6 +196,7 @@ def _explained(error: Exception, directory: Path) -> OSError:
     """The error as an OSError that says whether the disk is full; torch reports that as a RuntimeError."""
     usage = shutil.disk_usage(directory if directory.exists() else directory.parent)
     full = getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) or usage.free < 1 << 20
+    full = full or 'No space left' in str(error)
     reason = 'the disk is full' if full else f'writing failed ({error})'
     free = f'{usage.free / 2**30:.2f} GiB free'
     return OSError(f'no checkpoint written to {directory}: {reason}, {free}; the checkpoints before it are whole')

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args
 import yaml
 from jsonargparse import ArgumentParser
 
+from rotp_vision.layers import pool_options
+
 Trained = Literal['pool', 'pool+classifier', 'all']
 
 
@@ -109,7 +111,7 @@ class StageConfig:
         optimizer: a timm optimizer's name.
         lr: peak learning rate, for the global batch as it is.
         momentum: of the optimizers that have one.
-        weight_decay: not applied to biases, norms and the pooling's weights.
+        weight_decay: not applied to biases, norms and the pooling's positive weights.
         schedule: the learning rate's: step, cosine, tanh, poly, or constant.
         decay_epochs: epochs between two decays (step).
         decay_rate: factor of a decay (step).
@@ -264,11 +266,20 @@ def check_config(config: RunConfig) -> None:
     need(data.image_size >= 8, 'data.image_size', 'at least 8', data.image_size)
     need(data.workers >= 0, 'data.workers', 'at least 0', data.workers)
     need(0 < data.crop_pct <= 1, 'data.crop_pct', 'in (0, 1]', data.crop_pct)
+    need(0 < data.scale[0] <= data.scale[1], 'data.scale', 'two shares of the area, the smaller first', data.scale)
+    need(config.seed >= 0, 'seed', 'at least 0', config.seed)
+    need(not Path(config.output).is_file(), 'output', 'a directory', config.output)
+    for name, count in (('data.train_images', data.train_images), ('data.val_images', data.val_images)):
+        need(count is None or count >= 1, name, 'at least 1', count)
+    pool_options(config.pool.options)
     for name, stage in (('stage1', stage1), ('stage2', stage2)):
         need(stage.epochs >= 0, f'{name}.epochs', 'at least 0', stage.epochs)
         need(stage.lr > 0, f'{name}.lr', 'positive', stage.lr)
         need(stage.accumulation >= 1, f'{name}.accumulation', 'at least 1', stage.accumulation)
         need(stage.decay_epochs > 0, f'{name}.decay_epochs', 'positive', stage.decay_epochs)
+        need(0 <= stage.label_smoothing < 1, f'{name}.label_smoothing', 'in [0, 1)', stage.label_smoothing)
+        for mixing, amount in (('mixup', stage.mixup), ('cutmix', stage.cutmix)):
+            need(amount >= 0, f'{name}.{mixing}', 'at least 0', amount)
         decay = stage.ema_decay
         need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
     total = stage1.epochs + stage2.epochs

@@ -59,9 +59,9 @@ def finish(run: Run, model: nn.Module) -> None:
     if pools:
         report.plot_weights(output / 'weights.png', progress.weights)
         pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
-    run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True)
-    run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True)
-    run.console.print(f'load it:  {_export(model, run.config.model, output / "export")}', soft_wrap=True)
+    run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
+    run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
+    run.console.print(f'load it:  {_export(model, run.config.model, output / "export")}', soft_wrap=True, markup=False)
 
 
 def _export(model: nn.Module, config: ModelConfig, directory: Path) -> str:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from rich.console import Console
+from rich.markup import escape
 from torch import Tensor, nn
 
 from rotp_vision.training.checkpoint import Progress
@@ -71,7 +72,9 @@ class Run:
         new = {name for some in self.host.gather(names) for name in some} - set(known)
         for name in sorted(new):
             known.append(name)
-            self.console.print(f'[yellow]warning:[/] unreadable image {name} ({len(known)} so far)', soft_wrap=True)
+            self.console.print(
+                f'[yellow]warning:[/] unreadable image {escape(name)} ({len(known)} so far)', soft_wrap=True
+            )
         if len(known) > limit:
             fail(f'{len(known)} unreadable images are more than data.max_broken = {limit}; the last: {known[-1]}')
 

@@ -145,8 +145,11 @@ def class_names(dataset: Any, config: DataConfig, split: str) -> list[str]:
             raise ValueError('data.num_classes must be given for a stream whose labels have no names')
         return [str(number) for number in range(config.num_classes)]
     labels = set(dataset.unique(config.label_key))
-    if labels and (min(labels) < 0 or not all(isinstance(number, int) for number in labels)):
-        raise ValueError(f'data.label_key must hold class numbers from 0, got {sorted(labels)[:5]} …')
+    if not all(isinstance(number, int) and number >= 0 for number in labels):
+        raise ValueError(
+            f'data.label_key must hold class numbers from 0, got {sorted(map(str, labels))[:5]} in {split}; '
+            'dataset.class_encode_column makes them of names'
+        )
     return [str(number) for number in range(max(labels, default=-1) + 1)]
 
 
@@ -163,9 +166,14 @@ def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSo
         dataset = datasets.load_dataset('parquet', data_files={split: files}, split=split, streaming=config.streaming)
     elif path.is_dir():
         loaded: Any = datasets.load_from_disk(str(path))
+        if isinstance(loaded, datasets.Dataset):
+            raise ValueError(
+                f'{path} holds one set of images, not several: save datasets.DatasetDict({config.train_split}=…, '
+                f'{config.val_split}=…)'
+            )
         if split not in loaded:
             raise ValueError(f'{path} has no split {split!r}; it has {", ".join(loaded)}')
-        dataset = loaded[split].to_iterable_dataset(64) if config.streaming else loaded[split]
+        dataset = loaded[split].to_iterable_dataset(min(64, len(loaded[split]))) if config.streaming else loaded[split]
     else:
         dataset = datasets.load_dataset(config.path, split=split, streaming=config.streaming)
     if dataset.features is not None and config.image_key in dataset.features:
@@ -196,9 +204,17 @@ def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, 
     for name, source in ((config.train_split, train), (config.val_split, val)):
         if len(source) == 0:
             raise ValueError(f'split {name!r} of {config.path} is empty')
-    if train.classes != val.classes and config.source == 'folder':
+    if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
-        raise ValueError(f'the splits must have the same classes; only one of them has {", ".join(odd[:5])}')
+        # Numbers without names: of a small validation split the last ones may be missing.
+        numbered = config.source == 'hf' and train.classes[: len(val.classes)] == val.classes
+        if odd and not numbered:
+            raise ValueError(f'the splits must have the same classes; only one of them has {", ".join(odd[:5])}')
+        if not numbered:
+            raise ValueError(
+                f'the splits must have the same classes in the same order, got {", ".join(train.classes[:5])} and '
+                f'{", ".join(val.classes[:5])}'
+            )
     if config.num_classes is not None and len(train.classes) != config.num_classes:
         raise ValueError(f'data.num_classes is {config.num_classes} but {len(train.classes)} classes were found')
     return train, val

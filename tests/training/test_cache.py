@@ -1,12 +1,16 @@
+import copy
 import shutil
 
 import numpy as np
 import pytest
+import timm
 import torch
+from safetensors.torch import save_file
 
 from rotp_vision.training.cache import CachedMaps, CachePlan, FeatureCache, fingerprint, shard_file, write_shard
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, epoch_batches
+from tests.training.runs import TINY, Run
 
 LENGTH = 11
 
@@ -93,5 +97,20 @@ def test_fingerprint_knows_what_maps_depend_on():
     assert fingerprint(model, DataConfig(image_size=96), 0, 1) != first
     assert fingerprint(model, data, 1, 1) != first
     assert fingerprint(model, data, 0, 2) != first
+    assert fingerprint(model, data, 0, 1, ['bf16']) != first
     model[1].running_mean.add_(1)
     assert fingerprint(model, data, 0, 1) != first
+
+
+def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path):
+    settings = copy.deepcopy(TINY)
+    settings['stage1'], settings['model']['checkpoint'] = {'epochs': 0}, str(tmp_path / 'weights.safetensors')
+    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
+    network = timm.create_model(settings['model']['name'], num_classes=4, **settings['model']['kwargs'])
+    save_file(network.state_dict(), settings['model']['checkpoint'])
+    runs = [settings, copy.deepcopy(settings), copy.deepcopy(settings), settings]
+    runs[1]['model']['kwargs']['output_stride'] = 16
+    runs[2]['mixed_precision'] = 'bf16'
+    for i, run in enumerate(runs):
+        assert Run(tmp_path / str(i), run).run() == 0
+    assert len(list((tmp_path / 'cache').iterdir())) == 3

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from rotp_vision.training import checkpoint as module
 from rotp_vision.training.checkpoint import Progress, find_checkpoint, load_checkpoint, save_checkpoint
@@ -45,6 +46,22 @@ def test_last_ones_and_the_best_are_kept(tmp_path):
         save(tmp_path, epoch=epoch, top1=top1, progress=progress)
     assert names(tmp_path)[:2] == ['stage1-epoch0001-step000000', 'stage2-epoch0000-step000000']
     assert len(names(tmp_path)) == 4
+
+
+def test_what_was_just_written_stays_and_what_is_later_goes(tmp_path):
+    """Later points are damaged: else the run would have gone on from them."""
+    for epoch in (1, 8, 9):
+        save(tmp_path, epoch=epoch, keep=5)
+    for epoch in (8, 9):
+        (tmp_path / f'stage1-epoch000{epoch}-step000000' / 'state.pt').write_bytes(b'')
+    assert save(tmp_path, epoch=2).is_dir()
+    assert names(tmp_path) == ['stage1-epoch0001-step000000', 'stage1-epoch0002-step000000']
+
+
+def test_going_on_from_an_earlier_point_beside_later_ones_is_refused(tmp_path):
+    early, _ = save(tmp_path, epoch=1), save(tmp_path, epoch=2)
+    with pytest.raises(ValueError, match=r'later checkpoints .stage1-epoch0002-step000000.*another --output'):
+        find_checkpoint(tmp_path, str(early))
 
 
 @pytest.mark.parametrize('file', ['model.safetensors', 'state.pt', 'manifest.json'])
@@ -104,6 +121,16 @@ def test_full_disk_says_so_and_leaves_the_one_before(tmp_path, monkeypatch, mome
     found, _ = find_checkpoint(tmp_path, 'auto')
     assert found is not None
     assert found.model['weight'][0] == 1.0
+
+
+def test_a_disk_that_is_full_for_the_weights_says_so(tmp_path, monkeypatch):
+    def full(*args):
+        raise SafetensorError('I/O error: No space left on device (os error 28)')
+
+    monkeypatch.setattr(module, 'save_file', full)
+    with pytest.raises(OSError, match='the disk is full'):
+        save(tmp_path)
+    assert names(tmp_path) == []
 
 
 def test_an_interrupted_save_is_not_seen(tmp_path, monkeypatch):

@@ -42,6 +42,16 @@ def test_wrong_values_are_refused_by_name(capsys):
     assert 'data.path must be given' in refused(capsys)
     cached = ['--data.source=generated', '--stage2.cache_features', 'true']
     assert 'stage2.train must be' in refused(capsys, *cached, '--stage2.train', 'all')
+    for name, value, message in (
+        ('data.val_images', '0', 'data.val_images must be at least 1'),
+        ('data.scale', '[1.0, 0.5]', 'data.scale must be'),
+        ('seed', '-1', 'seed must be at least 0'),
+        ('stage2.label_smoothing', '2', 'stage2.label_smoothing must be'),
+        ('stage1.mixup', '-1', 'stage1.mixup must be'),
+        ('pool.options', '{view: rsm}', 'view must be one of'),
+        ('output', __file__, 'output must be a directory'),
+    ):
+        assert message in refused(capsys, '--data.source=generated', f'--{name}', value)
 
 
 @pytest.mark.parametrize(

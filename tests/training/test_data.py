@@ -228,3 +228,33 @@ def test_a_stream_of_unknown_size_or_column_is_refused(parquet, monkeypatch):
         open_sources(stream(parquet, path='some/name', train_images=None), 0)
     with pytest.raises(ValueError, match=r'data.label_key must be one of the columns image, label'):
         open_sources(stream(parquet, path='some/name', label_key='class'), 0)
+
+
+def test_labels_of_a_saved_set_are_checked(tmp_path):
+    import datasets
+
+    def rows(labels, kind):
+        columns = {'image': datasets.Image(decode=False), 'label': kind}
+        images = [{'bytes': b'', 'path': None}] * len(labels)
+        return datasets.Dataset.from_dict({'image': images, 'label': labels}, datasets.Features(columns))
+
+    def named(*names):
+        return datasets.ClassLabel(names=list(names))
+
+    number, text = datasets.Value('int64'), datasets.Value('string')
+    cases = {
+        'same classes in the same order': ([0, 1], named('a', 'b'), [0, 1], named('b', 'a')),
+        'only one of them has 2, 3': ([0, 1], number, [0, 3], number),
+        'must hold class numbers from 0.*class_encode_column': (['cat', 'dog'], text, ['cat', 'dog'], text),
+        'numbers from 0, got .*-1.* in val': ([0, 1], number, [-1, -1], number),
+    }
+    for i, (message, (train, train_kind, val, val_kind)) in enumerate(cases.items()):
+        splits = datasets.DatasetDict(train=rows(train, train_kind), val=rows(val, val_kind))
+        splits.save_to_disk(tmp_path / str(i))
+        with pytest.raises(ValueError, match=message):
+            open_sources(DataConfig(source='hf', path=str(tmp_path / str(i))), 0)
+    datasets.DatasetDict(train=rows([0, 1, 2], number), val=rows([0, 1], number)).save_to_disk(tmp_path / 'fewer')
+    assert len(open_sources(DataConfig(source='hf', path=str(tmp_path / 'fewer')), 0)[0].classes) == 3
+    rows([0, 1], number).save_to_disk(tmp_path / 'single')
+    with pytest.raises(ValueError, match='one set of images, not several'):
+        open_sources(DataConfig(source='hf', path=str(tmp_path / 'single')), 0)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import rotp_vision
 from tests.training.runs import ROOT, TINY, Run, changed
+from train_imagenet import without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
@@ -87,6 +88,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     assert run.text.count('s a step, about') == 2
     assert 'maps in float16' in run.text
     assert not run.output.exists()
+    assert run.run('--dry-run', '--global_batch_size', '32') == 0, run.text  # one step an epoch
+    assert run.text.count('s a step, about') == 4
+    assert not run.output.exists()
 
 
 def test_stage_2_by_itself_from_a_checkpoint_with_broken_images(tmp_path, single):
@@ -125,7 +129,35 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     assert 'data.path must be an existing directory' in run.text
     assert run.run('--model.name', 'resnet81') == 1
     assert 'near: ' in run.text
+    # What only stage 2 would meet.
+    assert run.run('--stage2.optimizer', 'adamww') == 1
+    assert "stage2.optimizer 'adamww' cannot be made" in run.text
     assert 'Traceback' not in run.text
+    for model, message in (
+        ({'name': 'test_vit', 'kwargs': {'img_size': 32}}, 'class token'),
+        ({'name': 'torchvision:resnet18'}, 'has no forward_features'),
+        ({'name': 'resnet18', 'kwargs': {'chanels': 3}}, "unexpected keyword argument 'chanels'"),
+    ):
+        run = Run(tmp_path / model['name'], changed(TINY, model=model, stage2__cache_features=True))
+        assert run.run() == 1
+        assert message in run.text
+        assert 'Traceback' not in run.text
+        assert not run.output.exists()
+
+
+def test_the_command_that_continues():
+    command = ['train.py', '--mixed_precision', 'auto', '--resume', 'auto', '--trackers', '[tensorboard]', '--resume=x']
+    assert without_resume(command) == ['train.py', '--mixed_precision', 'auto', '--trackers', '[tensorboard]']
+
+
+def test_gradients_are_not_divided_by_a_variable_of_the_environment(tmp_path):
+    settings = changed(TINY, stage1={'epochs': 1, 'lr': 0.05}, stage2={'epochs': 0})
+    plain, told = Run(tmp_path / 'plain', settings), Run(tmp_path / 'told', settings)
+    assert plain.run() == 0
+    environment = os.environ | {'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4', 'OMP_NUM_THREADS': '1'}
+    command = [sys.executable, ROOT / 'train_imagenet.py', '--config', told.config, '--output', told.output]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert losses(told) == losses(plain)
 
 
 @pytest.mark.slow
