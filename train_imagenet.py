@@ -144,8 +144,11 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     """Whatever of the two stages is still to be done, then the report."""
     config, progress = run.config, run.progress
     if run.main and not config.dry_run:
-        run.output.mkdir(parents=True, exist_ok=True)
-        write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
+        try:
+            run.output.mkdir(parents=True, exist_ok=True)
+            write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
+        except OSError as error:
+            fail(f'cannot write to --output {run.output}: {error}')
     if config.trackers and not config.dry_run:
         run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
     if checkpoint is not None:

@@ -46,7 +46,7 @@ class ImageFiles(Dataset):
         try:
             with Image.open(path) as image:
                 tensor = (self.transform or pil_to_tensor)(image.convert('RGB'))
-        except OSError as error:
+        except (OSError, SyntaxError) as error:  # the latter of some broken PNGs
             raise ValueError(f'{path} is not an image that can be read: {error}') from error
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1

@@ -20,7 +20,7 @@ from rotp_vision.training.checkpoint import force_to_disk
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
-from rotp_vision.training.run import Run
+from rotp_vision.training.run import Run, fail
 from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
@@ -182,6 +182,14 @@ class FeatureCache:
             yield self.val[list(mine[first : first + batch_size])]
 
 
+def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The batches; a signal ends the process here, as there may be hours of them."""
+    for batch in batches:
+        if run.stop:
+            fail(f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto')
+        yield batch
+
+
 def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     """The maps of all images by the frozen backbone of `model`, computed now unless they are there already."""
     config, data, shard = run.config, run.config.data, run.shard
@@ -215,7 +223,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     for part, dataset in parts.items():
         broken: list[str] = []
         if part in missing:
-            batches = shard_loader(dataset, data, run.local_batch, shard)
+            batches = _until_stopped(run, shard_loader(dataset, data, run.local_batch, shard))
             length = len(range(shard.rank, len(dataset), shard.processes))
             broken = write_shard(shard_file(directory, part, shard), batches, compute, length)
         run.note_broken(broken)

@@ -365,7 +365,11 @@ def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
             continue
         if key == 'config':
             file = Path(value or next(iter(args[position + 1 :]), ''))
-            content = yaml.safe_load(file.read_text()) if file.is_file() else None
+            try:
+                content = yaml.safe_load(file.read_text()) if file.is_file() else None
+            except yaml.YAMLError as error:
+                yield f'{file} is not YAML: {error}'
+                continue
             for name, _ in flat(content) if isinstance(content, Mapping) else ():
                 yield from complaint(name, str(file))
         elif key.removesuffix('+') not in tools:

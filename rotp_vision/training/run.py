@@ -102,7 +102,11 @@ class Run:
         loss, top1, top5, count, lost = self.host.sum(*sums.tolist(), len(broken))
         self.note_broken(broken)
         if count + lost != expected or count == 0:
-            raise RuntimeError(f'evaluation saw {count:.0f} images, and {lost:.0f} unreadable ones, of {expected}')
+            raise RuntimeError(
+                f'evaluation saw {count:.0f} images, and {lost:.0f} unreadable ones, of {expected}. The size of a '
+                'stream is what data.val_images says: start anew with the right one, if you like with the last '
+                'checkpoint as --model.checkpoint'
+            )
         return {'loss': loss / count, 'top1': 100 * top1 / count, 'top5': 100 * top5 / count, 'images': int(count)}
 
 

@@ -54,6 +54,11 @@ def test_wrong_values_are_refused_by_name(capsys):
         assert message in refused(capsys, '--data.source=generated', f'--{name}', value)
 
 
+def test_a_file_that_is_no_yaml_is_named(tmp_path, capsys):
+    (tmp_path / 'bad.yaml').write_text('stage1: {lr: 0.1')
+    assert 'bad.yaml is not YAML' in refused(capsys, '--config', str(tmp_path / 'bad.yaml'))
+
+
 @pytest.mark.parametrize(
     ('name', 'value'), [('keep', 1), ('global_batch_size', 0), ('log_every', 0), ('checkpoint_every', -1)]
 )

@@ -2,8 +2,10 @@
 
 import csv
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -143,6 +145,15 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
         assert message in run.text
         assert 'Traceback' not in run.text
         assert not run.output.exists()
+
+
+def test_an_evaluation_ends_with_a_signal(single, tmp_path):
+    run = Run(tmp_path, changed(GROUP_NORM, data__val_images=100000))
+    process = run.start('--evaluate', str(single.output / 'export'))
+    time.sleep(5)
+    process.terminate()
+    process.join(20)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def test_the_command_that_continues():
