@@ -158,8 +158,9 @@ def _convert(args: argparse.Namespace):
     print(describe(model))
     if args.calibrate:
         images = ImageFiles(args.calibrate, _transform(model))
-        if images.why_no_labels(model):
-            raise ValueError(f'--calibrate needs labels, but {images.why_no_labels(model)}')
+        unlabelled = images.why_no_labels(num_classes_of(model))
+        if unlabelled:
+            raise ValueError(f'--calibrate needs labels, but {unlabelled}')
         report = calibrate(model, DataLoader(images, batch_size=32, shuffle=True))
         print(f'\ncalibrated on {report.num_images} images\n{report.table(limit=10)}')
     if Path(args.model).is_dir():
@@ -224,7 +225,7 @@ def _verify(args: argparse.Namespace):
         original = _load(args)
     images = ImageFiles(args.images, _transform(model), args.limit)
     loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)
-    unlabelled = images.why_no_labels(model)
+    unlabelled = images.why_no_labels(num_classes_of(model))
     result = compare(original, model, loader, not unlabelled, args.device)
     if result.top1 is None or result.top5 is None:
         print(f'no accuracies: {unlabelled}')

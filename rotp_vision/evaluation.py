@@ -12,8 +12,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
-from rotp_vision.hub import num_classes_of
-
 
 class ImageFiles(Dataset):
     """The images of a folder, labelled where they lie in one folder per class.
@@ -51,14 +49,13 @@ class ImageFiles(Dataset):
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1
 
-    def why_no_labels(self, model: nn.Module) -> str:
-        """Why the folders cannot be the classes of the model; empty if they can."""
+    def why_no_labels(self, num_classes: int) -> str:
+        """Why the folders cannot be the classes of a network of so many; empty if they can."""
         if not self.classes:
             return f'{self.root} has no class folders'
         beside = sum(path.parent == self.root for path in self.files)
         if beside:
             return f'{self.root} has {beside} images beside its class folders'
-        num_classes = num_classes_of(model)
         if len(self.classes) != num_classes:
             return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
         return ''
