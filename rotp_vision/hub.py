@@ -20,9 +20,10 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
-from rotp_vision.layers import LocalROTPool2d, PoolOptions, pool_options
+from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
+from rotp_vision.surgery.find import first_conv
 
 __all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
 
@@ -118,17 +119,19 @@ def save_pretrained(
     if base is None:
         raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
     native_args = dict(model_args or {})
-    in_chans = _in_chans(model, cfg)
-    if in_chans not in (None, 3):
-        native_args.setdefault('in_chans', in_chans)
+    stem = first_conv(model)
+    other_images = stem is not None and stem.in_channels != 3
+    if stem is not None and other_images:
+        native_args.setdefault('in_chans', stem.in_channels)
     if isinstance(model, ROTPResNet):
         architecture = base
-        arguments = native_args | {'rotp': _whole(model.rotp)}
-        if 'maxpool' in pools:
-            arguments['rotp_stem'] = _whole(pools['maxpool'].options)
-        if 'global_pool' in pools:
-            arguments['rotp'] = _whole(pools['global_pool'].options)
-        else:
+        # All of the options: what is left out would be filled in by those of the variant.
+        arguments = native_args | {
+            name: asdict(pools[path].options)
+            for name, path in (('rotp', 'global_pool'), ('rotp_stem', 'maxpool'))
+            if path in pools
+        }
+        if 'global_pool' not in pools:
             arguments['global_pool'] = model.global_pool.pool_type
     else:
         architecture = 'rotp_converted'
@@ -143,7 +146,7 @@ def save_pretrained(
         _write_weights(model, made / 'model.safetensors')
         if cfg:
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
-            if in_chans not in (None, 3):
+            if other_images:
                 # The weights are for as many channels: nothing is to be made of them that fits.
                 written = json.loads((made / 'config.json').read_text())
                 written['pretrained_cfg']['first_conv'] = None
@@ -160,11 +163,6 @@ def save_pretrained(
             if not (target / other.name).exists():
                 other.rename(target / other.name)
     return target
-
-
-def _whole(options: PoolOptions) -> dict[str, Any]:
-    """All options: what is left out would be filled in by those of the variant."""
-    return asdict(options)
 
 
 def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -228,13 +226,6 @@ def num_classes_of(model: nn.Module) -> int:
     if not linear:
         raise ValueError('the model has neither num_classes nor a linear layer to tell it')
     return linear[-1].out_features
-
-
-def _in_chans(model: nn.Module, cfg: Mapping[str, Any]) -> int | None:
-    """Channels of the images, where a timm model says which its first convolution is."""
-    name = cfg.get('first_conv')
-    stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
-    return stem.in_channels if isinstance(stem, nn.Conv2d) else None
 
 
 def _with_versions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:

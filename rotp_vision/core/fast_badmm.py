@@ -432,7 +432,7 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
 
 
 def _parts(quadratic: bool, similarity: str) -> int:
-    """As many as a forward has plan-sized tensors: X, Q, V, Z, M, with structure a plan, the factors, their making."""
+    """As many as a forward has plan-sized tensors: X, Q, V, Z, M, with structure a plan, factors, small matrices."""
     return 14 if similarity else 8
 
 

@@ -312,6 +312,7 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, R
     All must run, and if they gave what the old ones gave, the model's outputs must be those of `before`: else a method
     that pools by itself makes more of the map than its pool.
     """
+    old: dict[str, Replaced] = {path: pool.__dict__['replaced'] for path, pool in pools.items()}
     ran: dict[str, bool] = {}  # by path, whether the old pool's result is known
 
     def give_old(path: str, replaced: Replaced, args: tuple, output: Tensor) -> Any:
@@ -324,11 +325,9 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, R
 
     with undisturbed(model):
         for path, pool in pools.items():
-            replaced = _replaced(pool)
-            assert replaced is not None
 
-            def hook(_: Any, args: Any, output: Any, path: str = path, replaced: Replaced = replaced) -> Any:
-                return give_old(path, replaced, args, output)
+            def hook(_: Any, args: Any, output: Any, path: str = path) -> Any:
+                return give_old(path, old[path], args, output)
 
             pool.register_forward_hook(hook)
         try:
@@ -342,9 +341,9 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, R
             '(a list, a partial function, a closure)'
         )
     if all(ran.values()) and not _alike(before, after):
-        old = {path: pool.__dict__['replaced'].pool.old for path, pool in pools.items()}
+        named = ', '.join(f'{path} ({replaced.pool.old})' for path, replaced in old.items())
         return (
-            f'{", ".join(f"{path} ({name})" for path, name in old.items())}: the model makes more of the map than '
+            f'{named}: the model makes more of the map than '
             'this. If a method does it, let a module pool for it, self.pool = nn.AdaptiveAvgPool2d(1), or let it pool '
             'in a method of its own'
         )

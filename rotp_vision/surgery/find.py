@@ -83,6 +83,13 @@ def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None
     return (torch.zeros(2, *_image_size(model), device=device, dtype=dtype),)
 
 
+def first_conv(model: nn.Module) -> nn.Conv2d | None:
+    """The convolution that reads the images, where a timm model says which it is."""
+    name = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
+    stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
+    return stem if isinstance(stem, nn.Conv2d) else None
+
+
 def _image_size(model: nn.Module) -> tuple[int, int, int]:
     config = getattr(model, 'pretrained_cfg', None) or {}
     size = config.get('input_size') or (3, 224, 224)
@@ -90,11 +97,10 @@ def _image_size(model: nn.Module) -> tuple[int, int, int]:
     grid = getattr(patches, 'img_size', None)
     if isinstance(grid, (tuple, list)) and len(grid) == 2:
         size = (size[0], *grid)
-    known, modules = config.get('first_conv'), dict(model.named_modules())
-    stem = modules.get(known) if isinstance(known, str) else None
-    if isinstance(stem, nn.Conv2d):
-        return stem.in_channels, size[1], size[2]
-    stem = next((module for module in modules.values() if isinstance(module, nn.Conv2d)), None)
+    known = first_conv(model)
+    if known is not None:
+        return known.in_channels, size[1], size[2]
+    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if stem is not None and stem.in_channels < size[0]:
         size = (stem.in_channels, *size[1:])
     return size[0], size[1], size[2]
