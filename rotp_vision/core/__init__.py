@@ -12,7 +12,6 @@ from rotp_vision.core.solver import (
     Solver,
     SolverName,
     explicit_pool,
-    has_explicit,
     rot_pool,
     solve,
 )
@@ -34,7 +33,6 @@ __all__ = [
     'badmm',
     'decompositions',
     'explicit_pool',
-    'has_explicit',
     'has_window_kernel',
     'objective',
     'pool',

@@ -31,7 +31,15 @@ from torch import Tensor
 
 from rotp_vision.core.fast_structure import Applied, AppliedToProduct, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extent, shift_rows
+from rotp_vision.core.scratch import (
+    Exponents,
+    Scratch,
+    balance_rows,
+    exponent_limit,
+    exponentials,
+    extent,
+    shift_rows,
+)
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -280,21 +288,22 @@ def _softmax_back(plan: _Plan, dim: int, pulls: list[_Pull], grad: Tensor) -> li
     Args:
         plan: what the softmax has left.
         dim: along which it is.
-        pulls: the gradient of the plan; the first has no factor.
+        pulls: the gradient of the plan: by Z, by the structural term and by the roughness, if there are.
         grad: of `log prior - log-sum-exp`; that of log prior is written over it.
 
     Returns:
-        Of each pull, without its factor, Σ grad · exponentials · weight along `dim`.
+        Of each pull but the structural, without its factor, Σ grad · exponentials · weight along `dim`.
     """
-    moved = []
+    first, *others = pulls
     for pull in pulls:
-        # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit.
         torch.mul(pull.grad, plan.exponentials, out=pull.out).mul_(pull.weight)
-        moved.append(pull.out.sum(dim, keepdim=True))
-        grad = _add_scaled(grad, moved[-1], pull.factor)
-    torch.addcmul(pulls[0].out, plan.exponentials, grad / plan.total, value=-1, out=plan.exponentials)
-    for pull in pulls[1:]:
-        _add_scaled(plan.exponentials, pull.out, pull.factor)
+    moved = [pull.out.sum(dim, keepdim=True) for pull in pulls if pull is first or pull.factor is not None]
+    # Weighted and added up before it is summed: then the two terms of a softmax with one entry cancel to the last bit,
+    # which matters where the structural term has made them large.
+    for pull in others:
+        _add_scaled(first.out, pull.out, pull.factor)
+    grad.add_(first.out.sum(dim, keepdim=True) if others else moved[0])
+    torch.addcmul(first.out, plan.exponentials, grad / plan.total, value=-1, out=plan.exponentials)
     return moved
 
 
@@ -321,6 +330,8 @@ def _backward(
     d_features = torch.mul(row, grad / total, out=scratch.buffer())
     moved = torch.mul(d_features, chunk.features, out=spare).sum(2, keepdim=True)
     torch.addcmul(spare, row, moved / total, value=-1, out=row)
+    if structure is not None:
+        balance_rows(row, d_features, grad)
     dx = None
     if needs.x:
         dx = d_features if inputs.features is None else scratch.buffer()

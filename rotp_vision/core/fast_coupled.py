@@ -1,20 +1,24 @@
-"""The coupled Bregman ADMM with entropic smoothness, as an operator that keeps nothing but its inputs.
+"""The coupled Bregman ADMM as an operator that keeps nothing but its inputs.
 
-With logarithmic dual steps the dual Z of `badmm` is α1 log S along the features and ρ (v' - v) along the samples, and
-the dual of μ is α2 (log p0 - log μ), each up to what a softmax does not see (a dash marks the module before). So the
-log plans never leave `scale · X + u + v`; log S = s X + u + v does, in a module,
+With logarithmic dual steps the dual Z of `badmm` is α1 log S - Φ(P) along the features and ρ (v' - v) along the
+samples, and the dual of μ is α2 (log p0 - log μ), each up to what a softmax does not see (a dash marks the module
+before). Φ(P) is what a plan does to the other but by its logarithm, α0 Σ1 P Σ2; if the smoothness is quadratic -α1 P
+comes to it, and α1 is zero in all other places. So the log plans never leave `scale · X + matrix + u + v`;
+log S = s X + M + u + v does, in a module,
 
+    F = Φ(S)
     w = v + ρ'/ρ (v - v')
-    r = LSE_n(c X + w)                                    c = 1/ρ + (1 - α1'/ρ) s;  log P = c X + w + log P1 - r
+    r = LSE_n(c X + L + w)          c = 1/ρ + (1 - α1'/ρ) s,  L = (1 - α1'/ρ) M + (F + Φ'(P')) / ρ
     log P1 = log softmax_d(½ ((1 - α1'/ρ) u + r + (1 - α2'/ρ) log μ + α2'/ρ log p0))
+    log P = c X + L + log P1 - r + w
     u = κ (log P1 - r) + α1'/(α1 + ρ) u                   κ = ρ / (α1 + ρ)
-    l = LSE_d(s X + u)                                    s = κ c + α1'/(α1 + ρ) s
+    l = LSE_d(s X + M + u)          s = κ c + α1'/(α1 + ρ) s,  M = κ (M + (F + Φ(P)) / ρ)
     log Sᵀ1 = log softmax_n((κ v + l + κ (1 - α3'/ρ) log η + κ α3'/ρ log q0) / (1 + κ))
     v = log Sᵀ1 - l
     log μ = log softmax_d(((α2 - α2') log p0 + α2' log μ + ρ log P1) / (α2 + ρ))      likewise η with α3, q0, Sᵀ1
 
-from s = 0, u = log μ = log p0, v = log η = log q0 and dashed weights zero. The last module ends at the weights of the
-pooling, softmax_n(c X + w).
+from s = M = 0, u = log μ = log p0, v = log η = log q0 and dashed weights zero. The last module ends at the weights of
+the pooling, softmax_n(c X + L + w). Without Φ there are no matrices.
 """
 
 import torch
@@ -22,27 +26,47 @@ from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Scratch
-from rotp_vision.core.tape import Coefficient, Tape, Vector
+from rotp_vision.core.tape import Logits, Tape, Variable, plan_sized
 from rotp_vision.core.weights import StepWeights
 
 
-def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
-    """c and w of the last module."""
+def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tuple[Logits, Variable]:
+    """c X + L and w of the last module."""
+
+    forced = quadratic or similarity != ''
+
+    def forces(plan: Variable) -> list[Variable]:
+        """What Φ is made of: one for each weight."""
+        return [*([plan] if quadratic else []), *([tape.force(plan)] if similarity else [])]
+
     u = log_mu = tape.log_p0
     v = v_before = log_eta = tape.log_q0
+    matrix, of_s, of_p = None, forces(tape.product(u, v)) if forced else [], []
     for k in range(num_modules):
         scale_p, scale_s, *rest = tape.module(k)
         now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
-        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column = rest
+        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column, keep_s, *weights = rest
+        pushes = list(zip(weights[::2], of_s, strict=True))
+        kept = [] if matrix is None else [(keep_s, matrix)]
+        logits = Logits(
+            scale_p, tape.combine(*pushes, *zip(weights[1::2], of_p, strict=False), *kept) if forced else None
+        )
         w = tape.combine((now, v), (before, v_before))
         if k + 1 == num_modules:
-            return scale_p, w
-        r = tape.lse(scale_p, w)
+            return logits, w
+        r = tape.lse(logits, w)
         log_row = tape.log_softmax(tape.combine((row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)))
-        u = tape.combine((kappa, tape.combine((1.0, log_row), (-1.0, r))), (keep_u, u))
-        column = tape.lse(scale_s, u)
+        row = tape.combine((1.0, log_row), (-1.0, r))
+        if forced:
+            of_p = forces(tape.plan(logits, w, log_row))
+            kept = [] if matrix is None else [(1.0, matrix)]
+            matrix = tape.combine((kappa, tape.combine(*pushes, *zip(weights[::2], of_p, strict=True), *kept)))
+        u = tape.combine((kappa, row), (keep_u, u))
+        logits = Logits(scale_s, matrix)
+        column = tape.lse(logits, u)
         log_column = tape.combine((column_v, v), (column_lse, column), (column_eta, log_eta), (column_q0, tape.log_q0))
         log_column = tape.log_softmax(log_column)
+        of_s = forces(tape.plan(logits, u, log_column)) if forced else []
         v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
         log_mu = tape.log_softmax(tape.combine((mu_p0, tape.log_p0), (mu_mu, log_mu), (mu_row, log_row)))
         log_eta = tape.combine((eta_q0, tape.log_q0), (eta_eta, log_eta), (eta_column, log_column))
@@ -50,35 +74,57 @@ def _run(tape: Tape, num_modules: int) -> tuple[Coefficient, Vector]:
     raise AssertionError('there is at least one module')
 
 
-def _forward(inputs: Inputs, scratch: Scratch) -> Tensor:
-    tape = Tape(inputs, scratch)
-    return tape.pool(*_run(tape, len(inputs.modules.each)))
+def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> Tensor:
+    tape = Tape(inputs, scratch, similarity=similarity)
+    return tape.pool(*_run(tape, len(inputs.modules.each), quadratic, similarity))
 
 
-def _backward(grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes) -> Gradients:
-    tape = Tape(inputs, scratch, needs, slopes)
-    return tape.gradients(*_run(tape, len(inputs.modules.each)), grad)
+def _backward(
+    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, quadratic: bool, similarity: str
+) -> Gradients:
+    tape = Tape(inputs, scratch, needs, slopes, similarity)
+    return tape.gradients(*_run(tape, len(inputs.modules.each), quadratic, similarity), grad)
 
 
-register('coupled_badmm_pool', _forward, _backward, enlarge=2)
+def _parts(quadratic: bool, similarity: str) -> int:
+    return plan_sized(quadratic or similarity != '', similarity != '')
+
+
+register('coupled_badmm_pool', _forward, _backward, ', bool quadratic, str similarity', enlarge=2, parts=_parts)
 
 
 def coupled_badmm_pool(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights
+    features: Tensor | None,
+    x: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    weights: StepWeights,
+    quadratic: bool,
+    similarity: str,
 ) -> Tensor:
-    """(B, D) `features` pooled by the coupled Bregman ADMM with entropic smoothness. Can be scripted.
+    """(B, D) `features` pooled by the coupled Bregman ADMM. Can be scripted.
 
     Args:
         features: (B, D, N) what is averaged; None where it is x.
         x: (B, D, N) what the plan sees.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
-        weights: smoothness, feature_penalty, sample_penalty and step are read.
+        weights: all but proximal are read.
+        quadratic: whether the smoothness is quadratic.
+        similarity: of the structural term, see `structural_force`.
     """
     alpha1, alpha2, alpha3, rho = weights.smoothness, weights.feature_penalty, weights.sample_penalty, weights.step
     assert alpha2 is not None
     assert alpha3 is not None
     assert rho is not None
+    forces = [-alpha1] if quadratic else []
+    if quadratic:
+        alpha1 = torch.zeros_like(alpha1)
+    structure = weights.structure
+    if structure is None:
+        similarity = ''
+    else:
+        forces.append(structure)
     before1, before2, before3 = _shift(alpha1), _shift(alpha2), _shift(alpha3)
     kappa, keep_u, speed = rho / (alpha1 + rho), before1 / (alpha1 + rho), _shift(rho) / rho
     scales_p, scales_s = [rho[0].reciprocal()], [kappa[0] / rho[0]]
@@ -91,8 +137,12 @@ def coupled_badmm_pool(
     rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
     rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
     rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
+    rows.append(1 - before1 / rho)
+    for force in forces:
+        rows += [force / rho, _shift(force) / rho]
     coefficients = torch.stack(rows).to(x.dtype)
-    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients)
+    options = quadratic, similarity
+    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients, *options)
 
 
 def _shift(values: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
-"""Sinkhorn scaling without structural term, its backward written out: an operator that keeps nothing but its inputs.
+"""Sinkhorn scaling with its backward written out: an operator that keeps nothing but its inputs.
 
-The log plan of a module is `s X + u + v`, which the next one sees through its proximal term. With α1' = α1 + τ and
-constants dropped that the pooling does not see, a module is, b from zero,
+The log plan of a module is `s X + M + u + v`, which the next one sees through its proximal and its structural term.
+With α1' = α1 + τ and constants dropped that the pooling does not see, a module is, b from zero,
 
-    a = α2 / (α1' + α2) · (log p0 - τ/α1' u - LSE_n(s X + τ/α1' v + b))         s = (1 + τ s) / α1'
-    b = α3 / (α1' + α3) · (log q0 - τ/α1' v - LSE_d(s X + τ/α1' u + a))         K times
+    M = α0/α1' Σ1 P Σ2 + τ/α1' M                            of P = exp(s X + M + u + v), first brought to mass one
+    a = α2 / (α1' + α2) · (log p0 - τ/α1' u - LSE_n(s X + M + τ/α1' v + b))     s = (1 + τ s) / α1'
+    b = α3 / (α1' + α3) · (log q0 - τ/α1' v - LSE_d(s X + M + τ/α1' u + a))     K times
     u = τ/α1' u + a,   v = τ/α1' v + b
 
-from s = 0, u = log p0, v = log q0. The last ends at the weights of the pooling, softmax_n(s X + v).
+from s = 0, M = 0, u = log p0, v = log q0; without structural term M stays zero and is not made. The last ends at the
+weights of the pooling, softmax_n(s X + M + v).
 
 Where K is large enough for a module to converge, backward need not go through all its steps: with `implicit` it goes
 through one step from the fixed point, by the implicit function theorem.
@@ -18,17 +20,27 @@ from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Scratch
-from rotp_vision.core.tape import Coefficient, Tape, Vector
+from rotp_vision.core.tape import Coefficient, Logits, Tape, Variable, plan_sized
 from rotp_vision.core.weights import StepWeights
 
 
-def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[Coefficient, Vector]:
-    """s and v of the last module."""
+def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
+    """s X + M and v of the last module."""
     u, v = tape.log_p0, tape.log_q0
-    scale = tape.module(0)[0]
+    logits = None
     for k in range(num_modules):
-        scale, keep, feature_rate, sample_rate = tape.module(k)
-        tape.share(scale)
+        scale, keep, feature_rate, sample_rate, *structure = tape.module(k)
+        matrix = None
+        if structure:
+            kept = []
+            if logits is None or logits.matrix is None:
+                plan = tape.product(u, v)
+            else:
+                plan = tape.plan(logits, v, tape.log_softmax(tape.combine((1.0, u), (1.0, tape.lse(logits, v)))))
+                kept = [(keep, logits.matrix)]
+            matrix = tape.combine((structure[0], tape.force(plan)), *kept)
+        logits = Logits(scale, matrix)
+        tape.share(logits)
         u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
         p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
         q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
@@ -36,38 +48,53 @@ def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[
         v = v_kept
         tape.recording = not implicit
         for _ in range(num_inner - implicit):
-            u = _half_step(tape, scale, feature_rate, u_kept, p0_left, v)
-            v = _half_step(tape, scale, sample_rate, v_kept, q0_left, u)
+            u = _half_step(tape, logits, feature_rate, u_kept, p0_left, v)
+            v = _half_step(tape, logits, sample_rate, v_kept, q0_left, u)
         tape.recording = True
         if implicit:
-            before = Vector(v.value, v.axis)
-            u = _half_step(tape, scale, feature_rate, u_kept, p0_left, before)
-            v = _half_step(tape, scale, sample_rate, v_kept, q0_left, u)
-            tape.fixed_point(scale, before, u, v, feature_rate.value * sample_rate.value)
+            before = Variable(v.value, v.axis)
+            u = _half_step(tape, logits, feature_rate, u_kept, p0_left, before)
+            v = _half_step(tape, logits, sample_rate, v_kept, q0_left, u)
+            tape.fixed_point(logits, before, u, v, feature_rate.value * sample_rate.value)
             if k + 1 < num_modules:
-                u = _half_step(tape, scale, feature_rate, u_kept, p0_left, v)  # as it depends on the fixed point
-    return scale, v
+                u = _half_step(tape, logits, feature_rate, u_kept, p0_left, v)  # as it depends on the fixed point
+    assert logits is not None
+    return logits, v
 
 
-def _half_step(tape: Tape, scale: Coefficient, rate: Coefficient, kept: Vector, left: Vector, other: Vector) -> Vector:
-    """kept + rate · (left - LSE(s X + other))."""
-    gap = tape.combine((1.0, left), (-1.0, tape.lse(scale, other)))
+def _half_step(
+    tape: Tape, logits: Logits, rate: Coefficient, kept: Variable, left: Variable, other: Variable
+) -> Variable:
+    """kept + rate · (left - LSE(logits + other))."""
+    gap = tape.combine((1.0, left), (-1.0, tape.lse(logits, other)))
     return tape.combine((1.0, kept), (rate, gap))
 
 
-def _forward(inputs: Inputs, scratch: Scratch, num_inner: int, implicit: bool) -> Tensor:
-    tape = Tape(inputs, scratch)
+def _forward(inputs: Inputs, scratch: Scratch, num_inner: int, implicit: bool, similarity: str) -> Tensor:
+    tape = Tape(inputs, scratch, similarity=similarity)
     return tape.pool(*_run(tape, len(inputs.modules.each), num_inner, False))
 
 
 def _backward(
-    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, num_inner: int, implicit: bool
+    grad: Tensor,
+    inputs: Inputs,
+    scratch: Scratch,
+    needs: Needs,
+    slopes: Slopes,
+    num_inner: int,
+    implicit: bool,
+    similarity: str,
 ) -> Gradients:
-    tape = Tape(inputs, scratch, needs, slopes)
+    tape = Tape(inputs, scratch, needs, slopes, similarity)
     return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner, implicit), grad)
 
 
-register('sinkhorn_pool', _forward, _backward, ', int num_inner, bool implicit', enlarge=2)
+def _parts(num_inner: int, implicit: bool, similarity: str) -> int:
+    return plan_sized(similarity != '', similarity != '')
+
+
+_OPTIONS = ', int num_inner, bool implicit, str similarity'
+register('sinkhorn_pool', _forward, _backward, _OPTIONS, enlarge=2, parts=_parts)
 
 
 def sinkhorn_pool(
@@ -78,6 +105,7 @@ def sinkhorn_pool(
     weights: StepWeights,
     num_inner: int,
     implicit: bool,
+    similarity: str,
     triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
@@ -87,32 +115,39 @@ def sinkhorn_pool(
         x: (B, D, N) what the plan sees.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
-        weights: smoothness, feature_penalty, sample_penalty and proximal are read.
+        weights: all but step are read.
         num_inner: K.
         implicit: whether backward takes the result for converged.
-        triton: whether the Triton operator does it, which knows no proximal term.
+        similarity: of the structural term, see `structural_force`.
+        triton: whether the Triton operator does it, which knows no proximal or structural term.
     """
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
     coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
     if triton:
         return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
-    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner, implicit)
+    if weights.structure is None:
+        similarity = ''
+    options = num_inner, implicit, similarity
+    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, *options)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(4, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3)."""
-    feature_penalty, sample_penalty = weights.feature_penalty, weights.sample_penalty
+    """(rows, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), α0/α1' if structural."""
+    feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
     assert feature_penalty is not None
     assert sample_penalty is not None
     alpha1, alpha2, alpha3, tau = weights.smoothness, feature_penalty, sample_penalty, weights.proximal
     if tau is None:
-        # Then the modules do not see each other, and only the last counts.
-        alpha1, alpha2, alpha3 = alpha1[-1:], alpha2[-1:], alpha3[-1:]
+        if structure is None:
+            # Then the modules do not see each other, and only the last counts.
+            alpha1, alpha2, alpha3 = alpha1[-1:], alpha2[-1:], alpha3[-1:]
         tau = torch.zeros_like(alpha1)
     alpha1 = alpha1 + tau
     scales = [alpha1[0].reciprocal()]
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
     rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    if structure is not None:
+        rows.append(structure / alpha1)
     return torch.stack(rows)

@@ -52,6 +52,7 @@ class Structure:
             self._scale = 1.0
         self._a, self._b = (right.mT, left.mT) if self._transposed else (left, right)
         self._gram = self._scale * (self._b.mT @ self._b)
+        self._one = self._gram.new_ones(())
         # With its shorter axis contiguous, beside a plan's contiguous features: the fastest way to multiply, the
         # more so if its rows begin where vectors of a processor do.
         width = self._a.shape[2]
@@ -76,14 +77,19 @@ class Structure:
             return torch.baddbmm(onto, first, second, beta=beta, out=out)
         return torch.baddbmm(onto.mT, second.mT, first.mT, beta=beta, out=None if out is None else out.mT).mT
 
-    def _weigh(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _weigh(self, values: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """values · weight (b, D, N) as a tall matrix and what its columns are yet to be multiplied with."""
-        tall, along = self._tall(values), self._tall(weight)
+        tall = self._tall(values)
+        if weight is None:
+            return tall, None
+        along = self._tall(weight)
         if along.shape[1] == 1:
             return tall, along
         return torch.mul(tall, along, out=self._buffer), None
 
-    def push(self, mixing: Tensor, values: Tensor, weight: Tensor, strength: Tensor, damping: Tensor | None) -> Applied:
+    def push(
+        self, mixing: Tensor, values: Tensor, weight: Tensor | None, strength: Tensor, damping: Tensor | None
+    ) -> Applied:
         """Add strength · Σ1 P Σ2, where P = values · weight, to the force of W = `mixing`; then all is damped."""
         tall, columns = self._weigh(values, weight)
         projected = torch.bmm(tall.mT, self._twin)
@@ -131,7 +137,9 @@ class Structure:
         self._d_mixing.mul_(damping)
         return slope
 
-    def push_back(self, values: Tensor, weight: Tensor, strength: Tensor, applied: Applied, out: Tensor) -> Tensor:
+    def push_back(
+        self, values: Tensor, weight: Tensor | None, strength: Tensor, applied: Applied, out: Tensor
+    ) -> Tensor:
         """Back through the rest of `push`: the gradient of the plan goes to `out`, that of strength is returned."""
         slope = torch.dot(self._d_mixing.view(-1), applied.mixed.view(-1))
         d_mixed = strength * self._d_mixing
@@ -164,6 +172,20 @@ class Structure:
             self._d_gram.addcmul_(d_mixed, wide)
         d_log_tall, d_log_wide = applied.tall * (self._a @ d_projected.mT), wide * (d_mixed.mT @ self._gram)
         return slope, *((d_log_wide.mT, d_log_tall.mT) if self._transposed else (d_log_tall, d_log_wide))
+
+    def force(self, plan: Tensor) -> tuple[Tensor, Applied]:
+        """Σ1 P Σ2 of a plan P (b, D, N) by itself, and what `force_back` needs."""
+        applied = self.push(torch.zeros_like(self._gram), plan, None, self._one, None)
+        tall = self._tall(plan)
+        return self._tall(self._add_product(tall, self._a, applied.mixing.mT, None, beta=0.0)), applied
+
+    def force_back(self, grad: Tensor, plan: Tensor, applied: Applied) -> Tensor:
+        """Back through `force`: the gradient of the plan."""
+        self._d_mixing.zero_()
+        self.act_back(grad, applied.mixing)
+        d_plan = torch.empty_like(plan)
+        self.push_back(plan, None, self._one, applied, d_plan)
+        return d_plan
 
     def end_back(self) -> None:
         if self._dx is None or self._d_a is None:

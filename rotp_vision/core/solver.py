@@ -30,7 +30,7 @@ class Solver(NamedTuple):
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
     implicit: bool = False  # Sinkhorn: whether gradients take it for converged, which is cheaper for many steps
-    backend: Backend = 'auto'  # of rot_pool: 'auto' takes an explicit operator where there is one
+    backend: Backend = 'auto'  # of rot_pool: 'auto' is 'torch'
 
 
 def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
@@ -51,21 +51,18 @@ def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
     'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd; 'auto' is
-    'torch' where there is such an operator, on every device.
+    'torch', on every device.
     """
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
-    explicit = has_explicit(weights, solver)
-    if solver.implicit and (solver.name != 'sinkhorn' or solver.backend == 'reference' or not explicit):
-        raise ValueError(f'implicit is for sinkhorn without structural term and by its operator, got {solver}')
-    if solver.backend == 'torch' and not explicit:
-        raise ValueError(f"backend 'torch' has no operator for {solver} with these weights, use 'auto'")
+    if solver.implicit and (solver.name != 'sinkhorn' or solver.backend == 'reference'):
+        raise ValueError(f'implicit is for sinkhorn and by its operator, got {solver}')
     # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
     exporting = torch.onnx.is_in_onnx_export()
     triton = solver.backend == 'triton' and not exporting
     if triton:
         check_triton(problem.features, weights, solver)
-    if solver.backend == 'reference' or not explicit or exporting:
+    if solver.backend == 'reference' or exporting:
         return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
     if features.shape != problem.features.shape:
         raise ValueError(
@@ -98,13 +95,6 @@ def check_weights(weights: StepWeights, solver: Solver) -> None:
         require('badmm', weights, 'smoothness', 'step')
 
 
-def has_explicit(weights: StepWeights, solver: Solver) -> bool:
-    """Whether there is an operator with explicit backward for this solver."""
-    if weights.structure is None:
-        return not (solver.coupled and solver.name == 'badmm-q')
-    return solver.name != 'sinkhorn' and not solver.coupled
-
-
 def explicit_pool(
     features: Tensor | None,
     problem: ROTProblem,
@@ -116,7 +106,7 @@ def explicit_pool(
     implicit: bool,
     triton: bool = False,
 ) -> Tensor:
-    """`rot_pool` by its operator, which there must be. Can be scripted, unlike `rot_pool`.
+    """`rot_pool` by its operator. Can be scripted, unlike `rot_pool`.
 
     Args:
         features: (B, D, N) what is averaged; None where it is `problem.features`.
@@ -129,16 +119,14 @@ def explicit_pool(
         implicit: see `Solver`.
         triton: whether the Triton operator does it.
     """
-    if (coupled and name == 'badmm-q') or (weights.structure is not None and (coupled or name == 'sinkhorn')):
-        raise ValueError(f'there is no operator for {name} with coupled={coupled} and these weights')
     x, log_p0, log_q0, mask = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
     log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, implicit, triton)
+        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, implicit, similarity, triton)
     elif coupled:
-        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights)
+        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
     else:
         pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity, triton)
     return pooled

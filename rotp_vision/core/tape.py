@@ -1,20 +1,32 @@
-"""For solvers whose log plan is never anything but `scale · X + feature vector + sample vector`.
+"""For solvers whose log plan is never anything but `scale · X + matrix + feature vector + sample vector`.
 
-Such a solver is a chain of vectors, tied by log-sum-exps of X ("sweeps"); only the sweeps touch anything plan-sized.
-It is written once, forwards, on a `Tape`, which goes back through it by itself: autograd cannot run inside an operator.
+Such a solver is a chain of vectors, tied by log-sum-exps ("sweeps"). Without matrix only the sweeps touch anything
+plan-sized; there is a matrix where plans act on each other by more than their logarithms, and it is made of plans.
+A solver is written once, forwards, on a `Tape`, which goes back through it by itself: autograd cannot run inside an
+operator.
 """
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from rotp_vision.core.fast_structure import Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import Exponents, Scratch, exponent_limit, exponentials, extent, shift_rows
+from rotp_vision.core.scratch import (
+    Exponents,
+    Scratch,
+    balance_rows,
+    exponent_limit,
+    exponentials,
+    extent,
+    shift_rows,
+)
+from rotp_vision.core.structure import Similarity
 
-FEATURES, SAMPLES = 1, 2  # the axes of (b, D, N)
+BOTH, FEATURES, SAMPLES = 0, 1, 2  # the axes of (b, D, N)
 
 
 class Coefficient(NamedTuple):
@@ -25,8 +37,11 @@ class Coefficient(NamedTuple):
     module: int
 
 
-class Vector:
-    """(b, D, 1) or (b, 1, N), with its gradient on the way back; finite on masked samples, where nobody reads it."""
+class Variable:
+    """A vector (b, D, 1) or (b, 1, N), or along both axes a matrix (b, D, N), with its gradient on the way back.
+
+    It is finite on masked samples, where nobody reads it.
+    """
 
     __slots__ = ('axis', 'grad', 'value')
 
@@ -39,13 +54,19 @@ class Vector:
         self.grad = grad * factor if self.grad is None else _add_scaled(self.grad, grad, factor)
 
 
-class _Shared(NamedTuple):
-    """For many sweeps with one scale; a sweep's gradient is `exponentials` times a matrix of rank one."""
+class Logits(NamedTuple):
+    """scale · X + matrix."""
 
-    exponentials: Tensor  # (b, D, N) exp(scale · X - top)
-    twin: Tensor  # (b, D, N) the same with contiguous samples: sums along features are then products of matrices, too
-    top: Tensor  # (b, D, 1) max_n(scale · X)
     scale: Coefficient
+    matrix: Variable | None = None
+
+
+class _Shared(NamedTuple):
+    """For many sweeps of the same logits; a sweep's gradient is `exponentials` times a matrix of rank one."""
+
+    exponentials: Tensor  # (b, D, N) exp(logits - top)
+    twin: Tensor  # (b, D, N) the same with contiguous samples: sums along features are then products of matrices, too
+    top: Tensor  # (b, D, 1) max_n(logits)
     left: list[Tensor]  # (b, D, 1) each: the columns ...
     right: list[Tensor]  # (b, 1, N) ... and rows of those matrices
 
@@ -57,10 +78,18 @@ class _Shared(NamedTuple):
 
 
 class Tape:
-    """Vectors made from vectors; recorded if `needs` and `slopes` say which gradients are wanted."""
+    """Vectors made from vectors; recorded if `needs` and `slopes` say which gradients are wanted.
+
+    With a `similarity` there is a structural term.
+    """
 
     def __init__(
-        self, inputs: Inputs, scratch: Scratch, needs: Needs | None = None, slopes: Slopes | None = None
+        self,
+        inputs: Inputs,
+        scratch: Scratch,
+        needs: Needs | None = None,
+        slopes: Slopes | None = None,
+        similarity: str = '',
     ) -> None:
         self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
         self._given = inputs.x
@@ -74,13 +103,17 @@ class Tape:
         self._scratch = scratch
         self._shared: dict[tuple[int, int], _Shared] = {}
         self._back: list[Callable[[], None]] = []
-        self.log_p0 = Vector(inputs.log_p0, FEATURES)
-        self.log_q0 = Vector(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
+        self.log_p0 = Variable(inputs.log_p0, FEATURES)
+        self.log_q0 = Variable(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
-        self._masked = True
+        self._masked = bool(self._gone.any()) if inputs.modules.eager else True
+        self._structure: Structure | None = None
+        if similarity:
+            gone = self._gone if self._masked else None
+            self._structure = Structure(self._x, gone, cast(Similarity, similarity), scratch)
         if inputs.modules.eager:
-            self._masked = bool(self._gone.any())
-            out = scratch.take() if self._x is inputs.x else self._x
+            ours = self._x is not inputs.x and similarity != 'cosine'  # which reads X to the end
+            out = self._x if ours else scratch.take()
             self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
             if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
@@ -91,16 +124,16 @@ class Tape:
         """The coefficients of a module, by row."""
         return [Coefficient(value, row, index) for row, value in enumerate(self._modules[index])]
 
-    def zeros_like(self, vector: Vector) -> Vector:
-        return Vector(torch.zeros_like(vector.value), vector.axis)
+    def zeros_like(self, vector: Variable) -> Variable:
+        return Variable(torch.zeros_like(vector.value), vector.axis)
 
-    def combine(self, *terms: tuple[Coefficient | float, Vector]) -> Vector:
-        """Σ coefficient · vector, of vectors along the same axis."""
+    def combine(self, *terms: tuple[Coefficient | float, Variable]) -> Variable:
+        """Σ coefficient · vector, of vectors along the same axis, or of matrices."""
         (first, vector), *others = terms
         value = vector.value if first == 1.0 else vector.value * _number(first)
         for factor, vector in others:
             value = _add_scaled(value, vector.value, _number(factor))
-        result = Vector(value, vector.axis)
+        result = Variable(value, vector.axis)
 
         def back() -> None:
             if result.grad is None:
@@ -112,12 +145,12 @@ class Tape:
 
         return self._record(result, back)
 
-    def log_softmax(self, vector: Vector) -> Vector:
+    def log_softmax(self, vector: Variable) -> Variable:
         """log softmax of a vector along its axis."""
         samples = vector.axis == SAMPLES
         logits = vector.value.masked_fill(self._gone, -torch.inf) if samples else vector.value
         value = logits.log_softmax(vector.axis)
-        result = Vector(value.masked_fill(self._gone, 0.0) if samples else value, vector.axis)
+        result = Variable(value.masked_fill(self._gone, 0.0) if samples else value, vector.axis)
 
         def back() -> None:
             if result.grad is not None:
@@ -126,48 +159,105 @@ class Tape:
 
         return self._record(result, back)
 
-    def share(self, scale: Coefficient) -> None:
-        """Say that many sweeps have this scale: they then need one exponential, where none of it can underflow.
+    def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> Variable:
+        """exp(log_marginal) · softmax(logits + vector) along the vector's axis, a matrix; zero on masked samples."""
+        exponentials, total, _ = self._sweep(logits, vector)
+        value = exponentials * (log_marginal.value.exp() / total)
+        result = Variable(value.masked_fill(self._gone, 0.0) if vector.axis == FEATURES else value, BOTH)
 
-        With E = exp(scale · X - top) the sweep is top + log Σ_n E exp(vector), and along the features likewise. The sum
+        def back() -> None:
+            if result.grad is None:
+                return
+            # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit,
+            # which matters where the structural term has made them large.
+            grad = result.grad * result.value
+            moved = grad.sum(vector.axis, keepdim=True)
+            log_marginal.add_grad(moved)
+            self._sweep_back(torch.addcmul(grad, exponentials, moved / total, value=-1), logits, vector, None)
+
+        return self._record(result, back)
+
+    def product(self, features: Variable, samples: Variable) -> Variable:
+        """The plan exp(features + samples), a matrix; zero on masked samples."""
+        result = Variable((features.value + samples.value).exp().masked_fill(self._gone, 0.0), BOTH)
+
+        def back() -> None:
+            if result.grad is not None:
+                grad = result.grad * result.value
+                features.add_grad(grad.sum(SAMPLES, keepdim=True))
+                samples.add_grad(grad.sum(FEATURES, keepdim=True))
+
+        return self._record(result, back)
+
+    def force(self, plan: Variable) -> Variable:
+        """Σ1 P Σ2 of a plan P, a matrix: the structural force, see `structural_force`."""
+        structure = self._structure
+        assert structure is not None
+        value, applied = structure.force(plan.value)
+        result = Variable(value, BOTH)
+
+        def back() -> None:
+            if result.grad is not None:
+                plan.add_grad(structure.force_back(result.grad, plan.value, applied))
+
+        return self._record(result, back)
+
+    def share(self, logits: Logits) -> None:
+        """Say that many sweeps are of these logits: they then need one exponential, where none of it can underflow.
+
+        With E = exp(logits - top) the sweep is top + log Σ_n E exp(vector), and along the features likewise. The sum
         is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Looking at values
         stalls a device other than the CPU, and a trace cannot branch on them: those do without.
         """
-        if self._peak is None or not self._spread * float(scale.value) < exponent_limit(self._x.dtype):
+        scale, matrix = logits
+        limit = exponent_limit(self._x.dtype)
+        if self._peak is None or (matrix is None and not self._spread * float(scale.value) < limit):
             return
+        exponents, top = self._x, self._peak * scale.value
+        if matrix is not None:
+            exponents = torch.addcmul(matrix.value, self._x, scale.value)
+            exponents, above = shift_rows(exponents, self._gone if self._masked else None, exponents)
+            if not -float(exponents.amin()) < limit:
+                return
+            top = top + above
         if self._needs is None and self._shared:
             # Nobody goes back to the modules before.
             _, (before, twin, *_) = self._shared.popitem()
         else:
             before, out = self._scratch.buffer(), self._scratch.buffer()
             twin = out.mT.view(out.shape)
-        exponentials, top = torch.mul(self._x, scale.value, out=before).exp_(), self._peak * scale.value
-        if self._given.is_contiguous() and not self._masked:
+        if matrix is None:
+            torch.mul(exponents, scale.value, out=before).exp_()
+        else:
+            torch.exp(exponents, out=before)
+        if self._given.is_contiguous() and not self._masked and matrix is None:
             # What was given lies like this already; the scale as a row, see `_sweep`.
             row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
             torch.addcmul(-top, self._given, row, out=twin).exp_()
         else:
-            twin.copy_(exponentials)
-        self._shared[scale.row, scale.module] = _Shared(exponentials, twin, top, scale, [], [])
+            twin.copy_(before)
+        shared = self._shared[scale.row, scale.module] = _Shared(before, twin, top, [], [])
+        if self._needs is not None:
+            self._back.append(lambda: self._add_shared(shared, logits))
 
-    def lse(self, scale: Coefficient, vector: Vector) -> Vector:
-        """LSE(scale · X + vector) along the vector's axis: a vector along the other."""
-        shared = self._shared.get((scale.row, scale.module))
+    def lse(self, logits: Logits, vector: Variable) -> Variable:
+        """LSE(logits + vector) along the vector's axis: a vector along the other."""
+        shared = self._shared_of(logits)
         if shared is not None:
             return self._shared_lse(shared, vector)
-        exponentials, total, shift = self._sweep(scale, vector)
-        result = Vector(total.log() + shift, 3 - vector.axis)
+        exponentials, total, shift = self._sweep(logits, vector)
+        result = Variable(total.log() + shift, 3 - vector.axis)
 
         def back() -> None:
             if result.grad is not None:
                 logits_grad = torch.mul(exponentials, result.grad / total, out=self._spare)
                 # Softmaxes sum to one.
                 row_sums = result.grad if vector.axis == SAMPLES else None
-                self._sweep_back(logits_grad, scale, vector, row_sums)
+                self._sweep_back(logits_grad, logits, vector, row_sums)
 
         return self._record(result, back)
 
-    def fixed_point(self, scale: Coefficient, before: Vector, between: Vector, after: Vector, rate: Tensor) -> None:
+    def fixed_point(self, logits: Logits, before: Variable, between: Variable, after: Variable, rate: Tensor) -> None:
         """Say that `after` = F(`before`) is where F ends, a step of Sinkhorn scaling by way of `between`.
 
         The gradient of the end solves w = Jᵀ w + its own, where J = dF/d before = rate · softmax_dᵀ softmax_n has rows
@@ -177,18 +267,18 @@ class Tape:
         def back() -> None:
             if after.grad is None:
                 return
-            rows, row_totals, _ = self._sweep(scale, before)
-            columns, column_totals, _ = self._sweep(scale, between)
+            rows, row_totals, _ = self._sweep(logits, before)
+            columns, column_totals, _ = self._sweep(logits, between)
             step = torch.bmm(columns.mT, rows.div_(row_totals)) / column_totals.mT * rate  # (b, N, N)
             system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
             after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT  # without a look at the device
 
         self._record(after, back)
 
-    def _shared_lse(self, shared: _Shared, vector: Vector) -> Vector:
+    def _shared_lse(self, shared: _Shared, vector: Variable) -> Variable:
         weights, shift = self._shared_weights(shared, vector)
         total = shared.sum(weights, vector.axis)
-        result = Vector(total.log() + shift, 3 - vector.axis)
+        result = Variable(total.log() + shift, 3 - vector.axis)
 
         def back() -> None:
             if result.grad is None:
@@ -201,7 +291,10 @@ class Tape:
 
         return self._record(result, back)
 
-    def _shared_weights(self, shared: _Shared, vector: Vector) -> tuple[Tensor, Tensor]:
+    def _shared_of(self, logits: Logits) -> _Shared | None:
+        return self._shared.get((logits.scale.row, logits.scale.module))
+
+    def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor]:
         """What E is weighted with in a sweep, largest one, and what the logarithm of the sum lacks."""
         if vector.axis == SAMPLES:
             values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
@@ -211,12 +304,12 @@ class Tape:
         largest = values.amax(FEATURES, keepdim=True)
         return (values - largest).exp_(), largest
 
-    def pool(self, scale: Coefficient, vector: Vector) -> Tensor:
-        """(b, D, 1) features averaged by softmax_n(scale · X + vector)."""
+    def pool(self, logits: Logits, vector: Variable) -> Tensor:
+        """(b, D, 1) features averaged by softmax_n(logits + vector)."""
         features = self._x if self._features is None else self._features
-        shared = self._shared.get((scale.row, scale.module))
+        shared = self._shared_of(logits)
         if shared is None:
-            weights, total, _ = self._sweep(scale, vector)
+            weights, total, _ = self._sweep(logits, vector)
             pooled = torch.mul(weights, features, out=self._scratch.over(weights)).sum(SAMPLES, keepdim=True) / total
         else:
             weights, _ = self._shared_weights(shared, vector)
@@ -224,24 +317,28 @@ class Tape:
             pooled = torch.bmm(weights, products.mT).mT / shared.sum(weights, SAMPLES)
         return pooled if self._features is not None or self._peak is None else pooled + self._peak
 
-    def gradients(self, scale: Coefficient, vector: Vector, grad: Tensor) -> Gradients:
-        """The gradients of everything that led to `pool(scale, vector)`, whose own is `grad` (b, D, 1)."""
+    def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> Gradients:
+        """The gradients of everything that led to `pool(logits, vector)`, whose own is `grad` (b, D, 1)."""
         assert self._needs is not None
         needs, spare = self._needs, self._scratch.buffer()
         self._spare = spare
-        weights, total, _ = self._sweep(scale, vector)
+        weights, total, _ = self._sweep(logits, vector)
         features = self._x if self._features is None else self._features
         mean = torch.mul(weights, features, out=spare).sum(SAMPLES, keepdim=True) / total
         d_features = weights.mul_(grad / total)
         logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
+        if logits.matrix is not None:
+            balance_rows(logits_grad, d_features, grad)
         self._dx = None
         if needs.x:
             self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
-        self._sweep_back(logits_grad, scale, vector, None)
+        if self._structure is not None:
+            self._structure.start_back(self._dx, self._scratch)
+        self._sweep_back(logits_grad, logits, vector, None)
         for back in reversed(self._back):
             back()
-        for shared in self._shared.values():
-            self._add_shared(shared)
+        if self._structure is not None:
+            self._structure.end_back()
         return Gradients(
             d_features if self._features is not None and needs.features else None,
             self._dx,
@@ -249,27 +346,28 @@ class Tape:
             self._grad_of(self.log_q0) if needs.log_q0 else None,
         )
 
-    def _grad_of(self, vector: Vector) -> Tensor:
+    def _grad_of(self, vector: Variable) -> Tensor:
         return torch.zeros_like(vector.value) if vector.grad is None else vector.grad
 
-    def _record(self, result: Vector, back: Callable[[], None]) -> Vector:
+    def _record(self, result: Variable, back: Callable[[], None]) -> Variable:
         if self._needs is not None and self.recording:
             self._back.append(back)
         return result
 
-    def _sweep(self, scale: Coefficient, vector: Vector) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(scale · X + vector - shift), their sum along the vector's axis, and the shift."""
+    def _sweep(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor]:
+        """exp(logits + vector - shift), their sum along the vector's axis, and the shift."""
         if self._needs is not None and self.recording:
             out = self._scratch.take()
         else:
             out = self._buffer = self._scratch.take() if self._buffer is None else self._buffer
-        shared = self._shared.get((scale.row, scale.module))
+        scale, matrix = logits
+        shared = self._shared_of(logits)
         if shared is not None:
             weights, shift = self._shared_weights(shared, vector)
             y = torch.mul(shared.exponentials, weights, out=out)
             return y, y.sum(vector.axis, keepdim=True), shift
         top = None if self._peak is None else self._peak * scale.value
-        exponents, gone = self._exponents(scale, vector), None
+        exponents, gone = self._exponents(logits, vector), None
         if vector.axis == SAMPLES:
             values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
@@ -285,17 +383,20 @@ class Tape:
             values = vector.value if top is None else vector.value + top
             shift = values.amax(FEATURES, keepdim=True)
             y = torch.addcmul(values - shift, self._x, scale.value, out=out)
+        if matrix is not None:
+            y = torch.add(y, matrix.value, out=self._scratch.over(y))
         y, total, top = exponentials(y, vector.axis, self._scratch, exponents, gone)
         return y, total, shift if top is None else shift + top
 
-    def _exponents(self, scale: Coefficient, vector: Vector) -> Exponents:
+    def _exponents(self, logits: Logits, vector: Variable) -> Exponents:
         """What is known of the exponents of a sweep.
 
         A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
         vector's spread of zero; along the features, where the vector has its maximum. A scale below zero, which the
-        coupled ADMM may have, turns that round: then they reach as far above zero.
+        coupled ADMM may have, turns that round: then they reach as far above zero. Of a matrix nothing is known.
         """
-        if self._peak is None:
+        scale, matrix = logits
+        if self._peak is None or matrix is not None:
             return Exponents(False, True)
         limit = exponent_limit(self._x.dtype)
         number, of_vector = float(scale.value), float(vector.value.amax() - vector.value.amin())
@@ -306,37 +407,43 @@ class Tape:
         below = of_x if vector.axis == FEATURES else of_vector
         return Exponents(below < (limit / 2 if deep else limit), deep)
 
-    def _sweep_back(self, logits_grad: Tensor, scale: Coefficient, vector: Vector, row_sums: Tensor | None) -> None:
+    def _sweep_back(self, logits_grad: Tensor, logits: Logits, vector: Variable, row_sums: Tensor | None) -> None:
         """Back through a sweep; `row_sums` (b, D, 1) of the logits' gradient, None for zero or along the features."""
-        if self._dx is not None:
-            self._dx.addcmul_(logits_grad, scale.value)
         moved = logits_grad.sum(3 - vector.axis, keepdim=True)
         vector.add_grad(moved)
-        self._add_slope(scale, lambda: self._scratch.inner(logits_grad, self._x))
-        self._add_peak_slope(scale, moved if vector.axis == FEATURES else row_sums)
+        self._logits_back(logits_grad, logits, moved if vector.axis == FEATURES else row_sums)
 
-    def _add_shared(self, shared: _Shared) -> None:
-        """Add up the gradients of all sweeps of one scale."""
+    def _logits_back(self, grad: Tensor, logits: Logits, row_sums: Tensor | None) -> None:
+        """On from logits, whose gradient has the `row_sums` (b, D, 1), None if zero, to what they are made of."""
+        scale, matrix = logits
+        if self._dx is not None:
+            self._dx.addcmul_(grad, scale.value)
+        self._add_slope(scale, lambda: torch.dot(grad.mT.reshape(-1), self._scratch.flat(self._x)))
+        peak = self._peak
+        if peak is not None and row_sums is not None:
+            # The part of the slope that X lacks by its peaks.
+            self._add_slope(scale, lambda: (row_sums * peak).sum())
+        if matrix is not None:
+            matrix.add_grad(grad)
+
+    def _add_shared(self, shared: _Shared, logits: Logits) -> None:
+        """Add up the gradients of all sweeps of the same logits."""
         if shared.left:
             spare = self._spare
             assert spare is not None
             torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=spare.mT)
             spare.mul_(shared.exponentials)
-            if self._dx is not None:
-                self._dx.addcmul_(spare, shared.scale.value)
-            self._add_slope(shared.scale, lambda: self._scratch.inner(spare, self._x))
-            self._add_peak_slope(shared.scale, spare.sum(SAMPLES, keepdim=True))
+            self._logits_back(spare, logits, spare.sum(SAMPLES, keepdim=True))
 
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None
         if self._slopes.wanted:
             self._slopes.add((factor.row, factor.module), slope())
 
-    def _add_peak_slope(self, scale: Coefficient, row_sums: Tensor | None) -> None:
-        """The part of a scale's slope that X lacks by its peaks."""
-        peak = self._peak
-        if peak is not None and row_sums is not None:
-            self._add_slope(scale, lambda: (row_sums * peak).sum())
+
+def plan_sized(matrices: bool, structural: bool) -> int:
+    """How many plan-sized tensors a forward needs at a time: X, a sweep, E twice, a spare one; matrices and factors."""
+    return 4 + 6 * matrices + 4 * structural
 
 
 def _number(factor: Coefficient | float) -> Tensor | float:

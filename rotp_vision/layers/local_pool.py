@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from rotp_vision.core import Windows, has_explicit, has_window_kernel, rot_pool_windows
+from rotp_vision.core import Windows, has_window_kernel, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
 from rotp_vision.layers.weights import VIEW_FLOOR
@@ -159,9 +158,6 @@ class LocalROTPool2d(ROTPool):
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             problem = make(padded)
-            if not has_explicit(self.weights(), self.solver):
-                # Without an operator of its own the solver keeps every step: run it again instead.
-                return checkpoint(self._pool_rows, padded, inside, first, last, columns, use_reentrant=False)
             pooled = self._pool(made['sets'], problem)
         made.clear()
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)

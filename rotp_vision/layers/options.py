@@ -96,8 +96,8 @@ class PoolOptions:
                 raise ValueError(f'{name} must be a positive integer, got {value!r}')
         if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or self.structure < 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
-        if self.implicit and (self.solver != 'sinkhorn' or self.structure):
-            raise ValueError("implicit is an option of solver 'sinkhorn' without structural term")
+        if self.implicit and self.solver != 'sinkhorn':
+            raise ValueError("implicit is an option of solver 'sinkhorn'")
         if self.coupled and self.solver == 'sinkhorn':
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
         if self.coupled and self.modules < 3:

@@ -18,8 +18,13 @@ OPERATORS = {
     'badmm-e covariance': (Solver('badmm-e', similarity='covariance'), True, False),
     'badmm-q cosine': (Solver('badmm-q', similarity='cosine'), True, False),
     'coupled badmm-e': (Solver('badmm-e', coupled=True), False, False),
+    'coupled badmm-q': (Solver('badmm-q', coupled=True), False, False),
+    'coupled badmm-e covariance': (Solver('badmm-e', coupled=True), True, False),
+    'coupled badmm-q cosine': (Solver('badmm-q', coupled=True, similarity='cosine'), True, False),
     'sinkhorn': (Solver('sinkhorn', num_inner=3), False, False),
     'sinkhorn proximal': (Solver('sinkhorn', num_inner=2), False, True),
+    'sinkhorn covariance': (Solver('sinkhorn', num_inner=2), True, False),
+    'sinkhorn proximal cosine': (Solver('sinkhorn', num_inner=2, similarity='cosine'), True, True),
 }
 every_operator = pytest.mark.parametrize('operator', OPERATORS.values(), ids=OPERATORS)
 
@@ -150,18 +155,24 @@ def test_any_spread_of_features_in_float32(operator, masked):
     """Below, at and beyond the spreads for which exponents need no maximum, outputs and gradients stay accurate.
 
     Where a plan is all but an indicator, rounding must not be taken for a gradient: the structural term would multiply
-    it by many powers of ten. What is ill-conditioned need not be better than by plain autograd.
+    it by many powers of ten. What is ill-conditioned need not be better than by plain autograd, in the median of nine.
     """
     mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
     for spread in (0.1, 5.0, 10.0, 20.0, 40.0, 100.0, 1e3):
-        tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
-        tensors['x'] = (spread * torch.linspace(-1, 0, 3 * 16 * 9).sin().mul(1e3).sin()).view(3, 16, 9).requires_grad_()
-        wide = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
-        expected = results(operator, wide, 'reference', mask)
-        got, plain = (results(operator, tensors, backend, mask) for backend in ('torch', 'reference'))
-        for name, value in expected.items():
-            size = value.abs().max().clamp_min(1e-6 * spread)
-            error, plain_error = ((other[name] - value).abs().max() / size for other in (got, plain))
+        errors: dict[str, list[Tensor]] = {}
+        for start in range(-1, 8):
+            tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
+            x = spread * torch.linspace(start, start + 1, 3 * 16 * 9).sin().mul(1e3).sin()
+            tensors['x'] = x.view(3, 16, 9).requires_grad_()
+            wide = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
+            expected = results(operator, wide, 'reference', mask)
+            found = [results(operator, tensors, backend, mask) for backend in ('torch', 'reference')]
+            for name, value in expected.items():
+                size = value.abs().max().clamp_min(1e-6 * spread)
+                each = torch.stack([(other[name] - value).abs().max() / size for other in found])
+                errors.setdefault(name, []).append(each)
+        for name, each in errors.items():
+            error, plain_error = torch.stack(each).median(0).values
             assert error < max(1e-3, 2 * plain_error), (name, spread, error)
 
 
@@ -257,7 +268,7 @@ def test_same_bits_twice(operator):
 @every_operator
 def test_keeps_nothing_but_its_inputs(operator):
     """What is saved for backward: X itself, not a copy, and next to nothing, whatever the number of modules."""
-    tensors = leaves(operator, 2, 64, 49, num_modules=8, dtype=torch.float32)
+    tensors = leaves(operator, 8, 64, 49, num_modules=8, dtype=torch.float32)
     storages = {}
 
     def pack(tensor):
@@ -306,10 +317,10 @@ def test_opcheck(operator):
     """torch's own tests of an operator: schema, fake tensors, autograd registration, dynamic shapes."""
     solver, structure, _ = operator
     name = {'sinkhorn': 'sinkhorn_pool'}.get(solver.name, 'coupled_badmm_pool' if solver.coupled else 'badmm_pool')
-    options = {'sinkhorn_pool': (2, False), 'coupled_badmm_pool': ()}.get(
-        name, (solver.name == 'badmm-q', solver.similarity if structure else '')
-    )
-    rows = {'sinkhorn_pool': 4, 'coupled_badmm_pool': 19}.get(name, 3 + (solver.name == 'badmm-q') + structure)
+    quadratic, similarity = solver.name == 'badmm-q', solver.similarity if structure else ''
+    options = (2, False, similarity) if name == 'sinkhorn_pool' else (quadratic, similarity)
+    forces = quadratic + structure
+    rows = {'sinkhorn_pool': 4 + structure, 'coupled_badmm_pool': 20 + 2 * forces}.get(name, 3 + forces)
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
     inputs = (None, x, log_p0, log_q0, torch.rand(rows, 2) + 0.5)
     differentiable = tuple(value if value is None else value.requires_grad_() for value in inputs)
@@ -414,7 +425,3 @@ def test_backend_is_checked():
     tensors = leaves(operator, 1, 3, 2)
     with pytest.raises(ValueError, match="backend must be one of auto, torch, triton, reference, got 'cuda'"):
         pooled(operator, tensors, 'cuda')
-    no_operator = (Solver('badmm-q', coupled=True), False, False)
-    with pytest.raises(ValueError, match="backend 'torch' has no operator"):
-        pooled(no_operator, tensors, 'torch')
-    assert torch.equal(pooled(no_operator, tensors, 'auto'), pooled(no_operator, tensors, 'reference'))

@@ -138,7 +138,7 @@ def test_half_precision_in_and_out(operator, dtype, separate):
     used = [value for value in inputs if value is not None]
     got = [out, *torch.autograd.grad(out, used, grad)]
     wide = [None if value is None else value.detach().double().requires_grad_() for value in inputs]
-    extra = ('',) if operator[0].name != 'sinkhorn' else (False,)
+    extra = ('',) if operator[0].name != 'sinkhorn' else (False, '')
     out = operator_of(operator)(*wide, *options, *extra)
     expected = [out, *torch.autograd.grad(out, [value for value in wide if value is not None], grad.double())]
     if operator[0].name == 'sinkhorn':
