@@ -26,7 +26,7 @@ from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import Scratch
-from rotp_vision.core.tape import Logits, Tape, Variable, plan_sized
+from rotp_vision.core.tape import Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 
@@ -46,11 +46,13 @@ def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tupl
         scale_p, scale_s, *rest = tape.module(k)
         now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
         mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column, keep_s, *weights = rest
-        pushes = list(zip(weights[::2], of_s, strict=True))
-        kept = [] if matrix is None else [(keep_s, matrix)]
-        logits = Logits(
-            scale_p, tape.combine(*pushes, *zip(weights[1::2], of_p, strict=False), *kept) if forced else None
-        )
+        to_p, to_next, to_s = weights[::3], weights[1::3], weights[2::3]
+        matrix_p = None
+        if forced:
+            kept = [] if matrix is None else [(keep_s, matrix)]
+            matrix_p = tape.combine(*zip(to_p + to_next, of_s + of_p, strict=False), *kept)
+            of_p = []  # plan-sized, so not kept longer than needed
+        logits = Logits(scale_p, matrix_p)
         w = tape.combine((now, v), (before, v_before))
         if k + 1 == num_modules:
             return logits, w
@@ -59,14 +61,16 @@ def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tupl
         row = tape.combine((1.0, log_row), (-1.0, r))
         if forced:
             of_p = forces(tape.plan(logits, w, log_row))
-            kept = [] if matrix is None else [(1.0, matrix)]
-            matrix = tape.combine((kappa, tape.combine(*pushes, *zip(weights[::2], of_p, strict=True), *kept)))
+            kept = [] if matrix is None else [(kappa, matrix)]
+            matrix = tape.combine(*zip(to_s + to_s, of_s + of_p, strict=True), *kept)
+            of_s = []
         u = tape.combine((kappa, row), (keep_u, u))
         logits = Logits(scale_s, matrix)
         column = tape.lse(logits, u)
         log_column = tape.combine((column_v, v), (column_lse, column), (column_eta, log_eta), (column_q0, tape.log_q0))
         log_column = tape.log_softmax(log_column)
-        of_s = forces(tape.plan(logits, u, log_column)) if forced else []
+        if forced:
+            of_s = forces(tape.plan(logits, u, log_column))
         v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
         log_mu = tape.log_softmax(tape.combine((mu_p0, tape.log_p0), (mu_mu, log_mu), (mu_row, log_row)))
         log_eta = tape.combine((eta_q0, tape.log_q0), (eta_eta, log_eta), (eta_column, log_column))
@@ -86,11 +90,17 @@ def _backward(
     return tape.gradients(*_run(tape, len(inputs.modules.each), quadratic, similarity), grad)
 
 
+def _enlarge(quadratic: bool, similarity: str) -> int:
+    return 1 if quadratic or similarity else 2
+
+
 def _parts(quadratic: bool, similarity: str) -> int:
-    return plan_sized(quadratic or similarity != '', similarity != '')
+    """As many as a forward has plan-sized tensors: X, a sweep; matrices and plans; factors and forces."""
+    return 15 if similarity else 8 if quadratic else 4
 
 
-register('coupled_badmm_pool', _forward, _backward, ', bool quadratic, str similarity', enlarge=2, parts=_parts)
+_OPTIONS = ', bool quadratic, str similarity'
+register('coupled_badmm_pool', _forward, _backward, _OPTIONS, enlarge=_enlarge, parts=_parts)
 
 
 def coupled_badmm_pool(
@@ -139,7 +149,7 @@ def coupled_badmm_pool(
     rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
     rows.append(1 - before1 / rho)
     for force in forces:
-        rows += [force / rho, _shift(force) / rho]
+        rows += [force / rho, _shift(force) / rho, kappa * force / rho]
     coefficients = torch.stack(rows).to(x.dtype)
     options = quadratic, similarity
     return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients, *options)

@@ -57,12 +57,19 @@ class Structure:
         # more so if its rows begin where vectors of a processor do.
         width = self._a.shape[2]
         self._twin = pad(self._a, (0, -width % 16)).contiguous()[..., :width]
-        buffer = scratch.take()
-        self._buffer = None if buffer is None else self._tall(buffer)
+        self._scratch = scratch
+        self._buffer: Tensor | None = None
+
+    def _spare(self) -> Tensor | None:
+        """A tall buffer, one for all."""
+        if self._buffer is None:
+            buffer = self._scratch.take()
+            self._buffer = None if buffer is None else self._tall(buffer)
+        return self._buffer
 
     def largest(self) -> Tensor:
         """A bound on |Σ1 P Σ2|, P of mass one: the entries of both are below the largest on their diagonals."""
-        squares = torch.mul(self._a, self._a, out=self._buffer)
+        squares = torch.mul(self._a, self._a, out=self._spare())
         return squares.sum(2).amax() * self._gram.diagonal(dim1=1, dim2=2).amax()
 
     def _tall(self, values: Tensor) -> Tensor:
@@ -85,7 +92,7 @@ class Structure:
         along = self._tall(weight)
         if along.shape[1] == 1:
             return tall, along
-        return torch.mul(tall, along, out=self._buffer), None
+        return torch.mul(tall, along, out=self._spare()), None
 
     def push(
         self, mixing: Tensor, values: Tensor, weight: Tensor | None, strength: Tensor, damping: Tensor | None
@@ -179,13 +186,12 @@ class Structure:
         tall = self._tall(plan)
         return self._tall(self._add_product(tall, self._a, applied.mixing.mT, None, beta=0.0)), applied
 
-    def force_back(self, grad: Tensor, plan: Tensor, applied: Applied) -> Tensor:
-        """Back through `force`: the gradient of the plan."""
+    def force_back(self, grad: Tensor, plan: Tensor, applied: Applied, out: Tensor) -> Tensor:
+        """Back through `force`: the gradient of the plan, in `out`."""
         self._d_mixing.zero_()
         self.act_back(grad, applied.mixing)
-        d_plan = torch.empty_like(plan)
-        self.push_back(plan, None, self._one, applied, d_plan)
-        return d_plan
+        self.push_back(plan, None, self._one, applied, out)
+        return out
 
     def end_back(self) -> None:
         if self._dx is None or self._d_a is None:

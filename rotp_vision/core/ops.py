@@ -104,7 +104,7 @@ def register(
     options: str = '',
     prepare: Prepare = scalars,
     collect: Collect = entries,
-    enlarge: int = 1,
+    enlarge: Callable[..., int] = lambda *options: 1,
     parts: Callable[..., int] = lambda *options: 4,
 ) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
@@ -118,7 +118,7 @@ def register(
         options: what else the operator takes, as in a schema: ', int num_inner'.
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
-        enlarge: how many times larger a chunk may be, see `chunks`.
+        enlarge: how many times larger a chunk may be, by the options, see `chunks`.
         parts: in how many the batch is cut at least in forward, by the options, see `chunks`.
     """
 
@@ -131,7 +131,7 @@ def register(
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
             # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(x, 2 * enlarge, parts(*extra)):
+            for rows, scratch in chunks(x, 2 * enlarge(*extra), parts(*extra)):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
@@ -149,7 +149,7 @@ def register(
         slopes = Slopes(wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, enlarge):
+            for rows, scratch in chunks(x, enlarge(*extra)):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:

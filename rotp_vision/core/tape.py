@@ -51,7 +51,12 @@ class Variable:
         self.grad: Tensor | None = None
 
     def add_grad(self, grad: Tensor, factor: Tensor | float = 1.0) -> None:
-        self.grad = grad * factor if self.grad is None else _add_scaled(self.grad, grad, factor)
+        if self.grad is None:
+            self.grad = grad * factor
+        elif isinstance(factor, Tensor):
+            self.grad.addcmul_(grad, factor)
+        else:
+            self.grad.add_(grad, alpha=factor)
 
 
 class Logits(NamedTuple):
@@ -59,6 +64,20 @@ class Logits(NamedTuple):
 
     scale: Coefficient
     matrix: Variable | None = None
+
+
+class _Sweep:
+    """exp(logits + vector - shift), with the gradient of the logits on the way back."""
+
+    __slots__ = ('exponentials', 'grad', 'logits', 'row_sums', 'shift', 'total', 'vector')
+
+    def __init__(self, logits: Logits, vector: Variable, exponentials: Tensor, total: Tensor, shift: Tensor) -> None:
+        self.logits, self.vector = logits, vector
+        self.exponentials = exponentials  # (b, D, N)
+        self.total = total  # their sum along the vector's axis, kept
+        self.shift = shift  # like total
+        self.grad: Tensor | None = None  # (b, D, N)
+        self.row_sums: Tensor | None = None  # (b, D, 1) of grad if the vector is along the samples; None: zero
 
 
 class _Shared(NamedTuple):
@@ -112,36 +131,42 @@ class Tape:
             gone = self._gone if self._masked else None
             self._structure = Structure(self._x, gone, cast(Similarity, similarity), scratch)
         if inputs.modules.eager:
-            ours = self._x is not inputs.x and similarity != 'cosine'  # which reads X to the end
+            ours = self._x is not inputs.x and (similarity != 'cosine' or needs is None)  # whose way back reads X
             out = self._x if ours else scratch.take()
             self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
             if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
         self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
-        self._spare = scratch.take()
+        self._last: _Sweep | None = None  # the sweep whose exponentials were made last
+        self._free: list[Tensor] = []  # (b, D, N) buffers that are needed no more on the way back
+        self._spare: Tensor | None = None  # for the gradients of sweeps
 
     def module(self, index: int) -> list[Coefficient]:
         """The coefficients of a module, by row."""
         return [Coefficient(value, row, index) for row, value in enumerate(self._modules[index])]
 
-    def zeros_like(self, vector: Variable) -> Variable:
-        return Variable(torch.zeros_like(vector.value), vector.axis)
-
     def combine(self, *terms: tuple[Coefficient | float, Variable]) -> Variable:
         """Σ coefficient · vector, of vectors along the same axis, or of matrices."""
         (first, vector), *others = terms
-        value = vector.value if first == 1.0 else vector.value * _number(first)
-        for factor, vector in others:
-            value = _add_scaled(value, vector.value, _number(factor))
+        out = self._room() if vector.axis == BOTH else None
+        value = vector.value if first == 1.0 else torch.mul(vector.value, _number(first), out=out)
+        for factor, other in others:
+            out = out if value is vector.value else self._scratch.over(value)
+            if isinstance(factor, Coefficient):
+                value = torch.addcmul(value, other.value, factor.value, out=out)
+            else:
+                value = torch.add(value, other.value, alpha=factor, out=out)
         result = Variable(value, vector.axis)
 
         def back() -> None:
             if result.grad is None:
                 return
             for factor, vector in terms:
-                vector.add_grad(result.grad, _number(factor))
+                self._add_grad(vector, result.grad, _number(factor))
                 if isinstance(factor, Coefficient):
-                    self._add_slope(factor, lambda grad=result.grad, value=vector.value: (grad * value).sum())
+                    self._add_slope(factor, lambda grad=result.grad, value=vector.value: _inner(grad, value))
+            if result.axis == BOTH:
+                self._free += [result.grad, result.value]
 
         return self._record(result, back)
 
@@ -161,31 +186,37 @@ class Tape:
 
     def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> Variable:
         """exp(log_marginal) · softmax(logits + vector) along the vector's axis, a matrix; zero on masked samples."""
-        exponentials, total, _ = self._sweep(logits, vector)
-        value = exponentials * (log_marginal.value.exp() / total)
-        result = Variable(value.masked_fill(self._gone, 0.0) if vector.axis == FEATURES else value, BOTH)
+        sweep = self._swept(logits, vector)
+        value = torch.mul(sweep.exponentials, log_marginal.value.exp() / sweep.total, out=self._room())
+        if vector.axis == FEATURES and self._masked:
+            value = value.masked_fill(self._gone, 0.0)
+        result = Variable(value, BOTH)
 
         def back() -> None:
             if result.grad is None:
                 return
             # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit,
             # which matters where the structural term has made them large.
-            grad = result.grad * result.value
-            moved = grad.sum(vector.axis, keepdim=True)
+            sweep.grad = result.grad.mul_(result.value)
+            moved = sweep.grad.sum(vector.axis, keepdim=True)
             log_marginal.add_grad(moved)
-            self._sweep_back(torch.addcmul(grad, exponentials, moved / total, value=-1), logits, vector, None)
+            sweep.grad.addcmul_(sweep.exponentials, moved / sweep.total, value=-1)
+            self._free.append(result.value)
 
         return self._record(result, back)
 
     def product(self, features: Variable, samples: Variable) -> Variable:
         """The plan exp(features + samples), a matrix; zero on masked samples."""
-        result = Variable((features.value + samples.value).exp().masked_fill(self._gone, 0.0), BOTH)
+        exponents = (samples.value.mT + features.value.mT).mT  # which lie in memory like a plan
+        value = torch.exp(exponents, out=self._scratch.over(exponents))
+        result = Variable(value.masked_fill(self._gone, 0.0) if self._masked else value, BOTH)
 
         def back() -> None:
             if result.grad is not None:
-                grad = result.grad * result.value
+                grad = result.grad.mul_(result.value)
                 features.add_grad(grad.sum(SAMPLES, keepdim=True))
                 samples.add_grad(grad.sum(FEATURES, keepdim=True))
+                self._free += [grad, result.value]
 
         return self._record(result, back)
 
@@ -198,7 +229,13 @@ class Tape:
 
         def back() -> None:
             if result.grad is not None:
-                plan.add_grad(structure.force_back(result.grad, plan.value, applied))
+                d_plan = structure.force_back(result.grad, plan.value, applied, self._free_buffer())
+                self._free += [result.grad, result.value]
+                if plan.grad is None:
+                    plan.grad = d_plan
+                else:
+                    self._free.append(d_plan)
+                    plan.grad.add_(d_plan)
 
         return self._record(result, back)
 
@@ -245,15 +282,20 @@ class Tape:
         shared = self._shared_of(logits)
         if shared is not None:
             return self._shared_lse(shared, vector)
-        exponentials, total, shift = self._sweep(logits, vector)
-        result = Variable(total.log() + shift, 3 - vector.axis)
+        sweep = self._swept(logits, vector)
+        result = Variable(sweep.total.log() + sweep.shift, 3 - vector.axis)
 
         def back() -> None:
-            if result.grad is not None:
-                logits_grad = torch.mul(exponentials, result.grad / total, out=self._spare)
-                # Softmaxes sum to one.
-                row_sums = result.grad if vector.axis == SAMPLES else None
-                self._sweep_back(logits_grad, logits, vector, row_sums)
+            if result.grad is None:
+                return
+            slope = result.grad / sweep.total
+            if sweep.grad is None:
+                # Nobody else needs the exponentials any more.
+                sweep.grad = sweep.exponentials.mul_(slope)
+            else:
+                sweep.grad.addcmul_(sweep.exponentials, slope)
+            if vector.axis == SAMPLES:
+                sweep.row_sums = result.grad  # as softmaxes sum to one
 
         return self._record(result, back)
 
@@ -267,9 +309,9 @@ class Tape:
         def back() -> None:
             if after.grad is None:
                 return
-            rows, row_totals, _ = self._sweep(logits, before)
-            columns, column_totals, _ = self._sweep(logits, between)
-            step = torch.bmm(columns.mT, rows.div_(row_totals)) / column_totals.mT * rate  # (b, N, N)
+            rows, columns = self._sweep(logits, before), self._sweep(logits, between)
+            softmax = rows.exponentials.div_(rows.total)
+            step = torch.bmm(columns.exponentials.mT, softmax) / columns.total.mT * rate  # (b, N, N)
             system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
             after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT  # without a look at the device
 
@@ -309,11 +351,12 @@ class Tape:
         features = self._x if self._features is None else self._features
         shared = self._shared_of(logits)
         if shared is None:
-            weights, total, _ = self._sweep(logits, vector)
-            pooled = torch.mul(weights, features, out=self._scratch.over(weights)).sum(SAMPLES, keepdim=True) / total
+            sweep = self._sweep(logits, vector)
+            products = torch.mul(sweep.exponentials, features, out=self._scratch.over(sweep.exponentials))
+            pooled = products.sum(SAMPLES, keepdim=True) / sweep.total
         else:
             weights, _ = self._shared_weights(shared, vector)
-            products = torch.mul(shared.exponentials, features, out=self._spare)
+            products = torch.mul(shared.exponentials, features, out=self._scratch.take())
             pooled = torch.bmm(weights, products.mT).mT / shared.sum(weights, SAMPLES)
         return pooled if self._features is not None or self._peak is None else pooled + self._peak
 
@@ -322,10 +365,10 @@ class Tape:
         assert self._needs is not None
         needs, spare = self._needs, self._scratch.buffer()
         self._spare = spare
-        weights, total, _ = self._sweep(logits, vector)
+        sweep = self._sweep(logits, vector)
         features = self._x if self._features is None else self._features
-        mean = torch.mul(weights, features, out=spare).sum(SAMPLES, keepdim=True) / total
-        d_features = weights.mul_(grad / total)
+        mean = torch.mul(sweep.exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
+        d_features = sweep.exponentials.mul_(grad / sweep.total)
         logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
         if logits.matrix is not None:
             balance_rows(logits_grad, d_features, grad)
@@ -334,7 +377,8 @@ class Tape:
             self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
         if self._structure is not None:
             self._structure.start_back(self._dx, self._scratch)
-        self._sweep_back(logits_grad, logits, vector, None)
+        sweep.grad = logits_grad
+        self._sweep_back(sweep)
         for back in reversed(self._back):
             back()
         if self._structure is not None:
@@ -354,7 +398,30 @@ class Tape:
             self._back.append(back)
         return result
 
-    def _sweep(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor]:
+    def _room(self) -> Tensor | None:
+        """A buffer for a matrix that is kept for the way back; where nothing is kept it has memory of its own."""
+        return self._scratch.take() if self._needs is not None and self.recording else None
+
+    def _swept(self, logits: Logits, vector: Variable) -> _Sweep:
+        """The sweep of these, recorded; if they were those of the last one, that."""
+        sweep = self._last
+        if sweep is None or sweep.logits is not logits or sweep.vector is not vector:
+            sweep = self._sweep(logits, vector)
+            if self._needs is not None and self.recording:
+                self._back.append(lambda sweep=sweep: self._end_sweep(sweep))
+        return sweep
+
+    def _end_sweep(self, sweep: _Sweep) -> None:
+        self._sweep_back(sweep)
+        self._free.append(sweep.exponentials)
+        if sweep.grad is not None and sweep.grad is not sweep.exponentials:
+            self._free.append(sweep.grad)
+
+    def _sweep(self, logits: Logits, vector: Variable) -> _Sweep:
+        self._last = _Sweep(logits, vector, *self._exponentials(logits, vector))
+        return self._last
+
+    def _exponentials(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor]:
         """exp(logits + vector - shift), their sum along the vector's axis, and the shift."""
         if self._needs is not None and self.recording:
             out = self._scratch.take()
@@ -393,38 +460,51 @@ class Tape:
 
         A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
         vector's spread of zero; along the features, where the vector has its maximum. A scale below zero, which the
-        coupled ADMM may have, turns that round: then they reach as far above zero. Of a matrix nothing is known.
+        coupled ADMM may have, turns that round: then they reach as far above zero. So does a matrix.
         """
         scale, matrix = logits
-        if self._peak is None or matrix is not None:
+        if self._peak is None:
             return Exponents(False, True)
         limit = exponent_limit(self._x.dtype)
+        if matrix is not None:
+            limit -= 2 * float(torch.stack(matrix.value.mT.aminmax()).abs().amax())
         number, of_vector = float(scale.value), float(vector.value.amax() - vector.value.amin())
         of_x = abs(number) * self._spread
         deep = of_x + of_vector >= limit
-        if number < 0:
+        if number < 0 or (matrix is not None and deep):
             return Exponents(not deep, deep)
         below = of_x if vector.axis == FEATURES else of_vector
         return Exponents(below < (limit / 2 if deep else limit), deep)
 
-    def _sweep_back(self, logits_grad: Tensor, logits: Logits, vector: Variable, row_sums: Tensor | None) -> None:
-        """Back through a sweep; `row_sums` (b, D, 1) of the logits' gradient, None for zero or along the features."""
-        moved = logits_grad.sum(3 - vector.axis, keepdim=True)
-        vector.add_grad(moved)
-        self._logits_back(logits_grad, logits, moved if vector.axis == FEATURES else row_sums)
+    def _sweep_back(self, sweep: _Sweep) -> None:
+        """On from a sweep."""
+        if sweep.grad is not None:
+            moved = sweep.grad.sum(3 - sweep.vector.axis, keepdim=True)
+            sweep.vector.add_grad(moved)
+            self._logits_back(sweep.grad, sweep.logits, moved if sweep.vector.axis == FEATURES else sweep.row_sums)
 
     def _logits_back(self, grad: Tensor, logits: Logits, row_sums: Tensor | None) -> None:
         """On from logits, whose gradient has the `row_sums` (b, D, 1), None if zero, to what they are made of."""
         scale, matrix = logits
         if self._dx is not None:
             self._dx.addcmul_(grad, scale.value)
-        self._add_slope(scale, lambda: torch.dot(grad.mT.reshape(-1), self._scratch.flat(self._x)))
+        self._add_slope(scale, lambda: _inner(grad, self._x))
         peak = self._peak
         if peak is not None and row_sums is not None:
             # The part of the slope that X lacks by its peaks.
             self._add_slope(scale, lambda: (row_sums * peak).sum())
         if matrix is not None:
-            matrix.add_grad(grad)
+            self._add_grad(matrix, grad, 1.0)
+
+    def _add_grad(self, variable: Variable, grad: Tensor, factor: Tensor | float) -> None:
+        if variable.grad is None and variable.axis == BOTH:
+            variable.grad = torch.mul(grad, factor, out=self._free_buffer())
+        else:
+            variable.add_grad(grad, factor)
+
+    def _free_buffer(self) -> Tensor:
+        """(b, D, N) memory for a gradient; who has one gives it back to `_free`."""
+        return self._free.pop() if self._free else self._scratch.buffer()
 
     def _add_shared(self, shared: _Shared, logits: Logits) -> None:
         """Add up the gradients of all sweeps of the same logits."""
@@ -441,16 +521,10 @@ class Tape:
             self._slopes.add((factor.row, factor.module), slope())
 
 
-def plan_sized(matrices: bool, structural: bool) -> int:
-    """How many plan-sized tensors a forward needs at a time: X, a sweep, E twice, a spare one; matrices and factors."""
-    return 4 + 6 * matrices + 4 * structural
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a · b over everything; without copies where both lie in memory like a plan."""
+    return torch.dot(a.mT.reshape(-1), b.mT.reshape(-1))
 
 
 def _number(factor: Coefficient | float) -> Tensor | float:
     return factor.value if isinstance(factor, Coefficient) else factor
-
-
-def _add_scaled(total: Tensor, more: Tensor, factor: Tensor | float) -> Tensor:
-    if isinstance(factor, Tensor):
-        return torch.addcmul(total, more, factor)
-    return total.add(more, alpha=factor)
