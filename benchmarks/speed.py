@@ -50,6 +50,13 @@ SOLVERS = {
 }
 
 
+# The other operators, for which no limit was set.
+OTHERS = {
+    'coupled BADMM-Q, 4 modules': (Solver('badmm-q', coupled=True), 4, False, None),
+    'coupled BADMM-E with structure, 4 modules': (Solver('badmm-e', coupled=True), 4, True, None),
+    'Sinkhorn with structure, 4 modules of 4 iterations': (Solver('sinkhorn', num_inner=4), 4, True, None),
+}
+
 # Sinkhorn that has converged, and its gradients by unrolling or implicit: what that is worth.
 CONVERGED = {
     'Sinkhorn, 50 iterations': Solver('sinkhorn', num_inner=50),
@@ -162,9 +169,9 @@ def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
     maps = torch.randn(32, channels, 7, 7).abs().requires_grad_()
     pools = peers(channels)
     must = {}
-    for name, (solver, num_modules, structure, limits) in SOLVERS.items():
+    for name, (solver, num_modules, structure, limits) in (SOLVERS | OTHERS).items():
         pools[name] = CorePool(solver, num_modules, structure)
-        must[name] = limits[channels == 2048]
+        must[name] = '' if limits is None else limits[channels == 2048]
         if reference:
             pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
     pools |= {name: CorePool(solver, 1, False) for name, solver in CONVERGED.items()}

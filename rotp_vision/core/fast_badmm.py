@@ -32,6 +32,7 @@ from torch import Tensor
 from rotp_vision.core.fast_structure import Applied, AppliedToProduct, Structure
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
 from rotp_vision.core.scratch import (
+    ChunkSize,
     Exponents,
     Scratch,
     balance_rows,
@@ -442,12 +443,12 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _parts(quadratic: bool, similarity: str) -> int:
-    """As many as a forward has plan-sized tensors: X, Q, V, Z, M, with structure a plan, factors, small matrices."""
-    return 14 if similarity else 8
+def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
+    """As many parts as a forward has plan-sized tensors: X, Q, V, Z, M; a plan, factors, small matrices."""
+    return ChunkSize(parts=14, multiplies=True) if similarity else ChunkSize(parts=8)
 
 
-register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare, _collect, parts=_parts)
+register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', _prepare, _collect, _chunk_size)
 
 
 def badmm_pool(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.scratch import ChunkSize, Scratch
 from rotp_vision.core.tape import Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
@@ -90,17 +90,15 @@ def _backward(
     return tape.gradients(*_run(tape, len(inputs.modules.each), quadratic, similarity), grad)
 
 
-def _enlarge(quadratic: bool, similarity: str) -> int:
-    return 1 if quadratic or similarity else 2
-
-
-def _parts(quadratic: bool, similarity: str) -> int:
-    """As many as a forward has plan-sized tensors: X, a sweep; matrices and plans; factors and forces."""
-    return 15 if similarity else 8 if quadratic else 4
+def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
+    """As many parts as a forward has plan-sized tensors: X, a sweep; matrices and plans; factors and forces."""
+    if similarity:
+        return ChunkSize(parts=15, multiplies=True)
+    return ChunkSize(parts=8) if quadratic else ChunkSize(enlarge=2, parts=4)
 
 
 _OPTIONS = ', bool quadratic, str similarity'
-register('coupled_badmm_pool', _forward, _backward, _OPTIONS, enlarge=_enlarge, parts=_parts)
+register('coupled_badmm_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
 
 
 def coupled_badmm_pool(

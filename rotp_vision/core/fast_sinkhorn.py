@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.scratch import ChunkSize, Scratch
 from rotp_vision.core.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
@@ -89,17 +89,13 @@ def _backward(
     return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner, implicit), grad)
 
 
-def _enlarge(num_inner: int, implicit: bool, similarity: str) -> int:
-    return 1 if similarity else 2
-
-
-def _parts(num_inner: int, implicit: bool, similarity: str) -> int:
-    """As many as a forward has plan-sized tensors: X, exponentials twice, a product; a matrix, a plan, its factors."""
-    return 15 if similarity else 5
+def _chunk_size(num_inner: int, implicit: bool, similarity: str) -> ChunkSize:
+    """As many parts as a forward has plan-sized tensors: X, exponentials twice, a product; matrix, plan, factors."""
+    return ChunkSize(parts=15, multiplies=True) if similarity else ChunkSize(enlarge=2, parts=5)
 
 
 _OPTIONS = ', int num_inner, bool implicit, str similarity'
-register('sinkhorn_pool', _forward, _backward, _OPTIONS, enlarge=_enlarge, parts=_parts)
+register('sinkhorn_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
 
 
 def sinkhorn_pool(

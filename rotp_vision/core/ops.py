@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.scratch import NoScratch, chunks
+from rotp_vision.core.scratch import ChunkSize, NoScratch, chunks
 
 
 class Inputs(NamedTuple):
@@ -104,8 +104,7 @@ def register(
     options: str = '',
     prepare: Prepare = scalars,
     collect: Collect = entries,
-    enlarge: Callable[..., int] = lambda *options: 1,
-    parts: Callable[..., int] = lambda *options: 4,
+    chunk_size: Callable[..., ChunkSize] = lambda *options: ChunkSize(),
 ) -> None:
     """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
 
@@ -118,8 +117,7 @@ def register(
         options: what else the operator takes, as in a schema: ', int num_inner'.
         prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
-        enlarge: how many times larger a chunk may be, by the options, see `chunks`.
-        parts: in how many the batch is cut at least in forward, by the options, see `chunks`.
+        chunk_size: of a backward by the options; its `parts` are for the forward alone.
     """
 
     def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
@@ -130,8 +128,9 @@ def register(
         pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
+            size = chunk_size(*extra)
             # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(x, 2 * enlarge(*extra), parts(*extra)):
+            for rows, scratch in chunks(x, size._replace(enlarge=2 * size.enlarge)):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
@@ -149,7 +148,7 @@ def register(
         slopes = Slopes(wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, enlarge(*extra)):
+            for rows, scratch in chunks(x, chunk_size(*extra)._replace(parts=1)):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:

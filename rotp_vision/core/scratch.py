@@ -85,19 +85,24 @@ class Scratch:
         return values if buffer is None else buffer.copy_(values)
 
 
-def chunks(x: Tensor, enlarge: int, parts: int = 1) -> Iterator[tuple[slice, Scratch]]:
-    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it.
+class ChunkSize(NamedTuple):
+    """What decides how large the chunks of a solver are on CPU, besides the cache."""
 
-    Args:
-        x: the batch.
-        enlarge: how many times larger chunks on CPU may be, for a solver with few buffers and many small operations.
-        parts: in how many a batch on CPU is cut at least, unless it is small: its buffers then need no more memory
-            than the batch itself.
-    """
-    limit = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE)
+    enlarge: int = 1  # how many times larger they may be, for a solver with few buffers and many small operations
+    parts: int = 1  # in how many a batch is cut at least, unless it is small: its buffers then need no more than itself
+    multiplies: bool = False  # whether most of the work is products of matrices, a set of which is a thread's work
+
+
+def chunks(x: Tensor, chunk_size: ChunkSize) -> Iterator[tuple[slice, Scratch]]:
+    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
+    limit, workers = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE), _workers(x.device)
+    elements = x.shape[1] * x.shape[2]
     if x.device.type == 'cpu':
-        limit = min(limit * enlarge * _workers(x.device), max(x.numel() // parts, limit // 2))
-    size = _even_size(x.shape[0], max(1, limit // (x.shape[1] * x.shape[2])), _workers(x.device))
+        largest = limit * chunk_size.enlarge * workers
+        if chunk_size.multiplies:
+            largest = max(largest, workers * elements)
+        limit = min(largest, max(x.numel() // chunk_size.parts, limit // 2))
+    size = _even_size(x.shape[0], max(1, limit // elements), workers)
     scratch = Scratch(x, size)
     for start in range(0, x.shape[0], size or 1):
         rows = slice(start, min(start + size, x.shape[0]))

@@ -386,18 +386,19 @@ def test_autocast_changes_nothing(operator):
     assert torch.equal(grad, torch.autograd.grad(expected.sum(), layer.alpha)[0])
 
 
+@pytest.mark.parametrize('structure', [False, True])
 @pytest.mark.parametrize('proximal', [False, True])
 @pytest.mark.parametrize('masked', [False, True])
 @pytest.mark.parametrize('spread', [1.0, 1e3])
-def test_implicit_gradients_are_those_of_a_converged_sinkhorn(proximal, masked, spread, monkeypatch):
+def test_implicit_gradients_are_those_of_a_converged_sinkhorn(structure, proximal, masked, spread, monkeypatch):
     """At the fixed point unrolling gives the same, with exponentials shared or not (the spread)."""
     monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)
-    operator = Solver('sinkhorn', num_inner=400), False, proximal
+    operator = Solver('sinkhorn', num_inner=400), structure, proximal
     mask = torch.arange(6) < torch.tensor([[1], [4], [6]]) if masked else None
     tensors = leaves(operator, 3, 8, 6, num_modules=2, view=True)
     tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
     expected = results(operator, tensors, 'torch', mask)
-    got = results((operator[0]._replace(implicit=True), False, proximal), tensors, 'torch', mask)
+    got = results((operator[0]._replace(implicit=True), structure, proximal), tensors, 'torch', mask)
     for name, value in expected.items():
         size = value.abs().max().clamp_min(1e-2)
         assert ((got[name] - value).abs().max() / size).item() < 1e-9, name

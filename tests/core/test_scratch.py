@@ -7,6 +7,7 @@ import torch
 
 from rotp_vision.core.scratch import (
     CHUNK_ELEMENTS,
+    ChunkSize,
     Exponents,
     NoScratch,
     Scratch,
@@ -86,9 +87,23 @@ def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
 def test_chunks_are_even(monkeypatch, num_sets, most, threads, sizes):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
     monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', most * 48 / threads)
-    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), 1)]
+    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), ChunkSize())]
     assert [r.stop - r.start for r in rows] == sizes
     assert [i for r in rows for i in range(r.start, r.stop)] == list(range(num_sets))
+
+
+def test_products_have_a_set_for_every_thread(monkeypatch):
+    """However large a set is, unless the batch is to be cut finer."""
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 4)
+    monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', 8)
+
+    def size(chunk_size: ChunkSize) -> int:
+        (rows, _), *_ = chunks(torch.empty(32, 8, 6), chunk_size)
+        return rows.stop
+
+    assert size(ChunkSize()) == 1
+    assert size(ChunkSize(multiplies=True)) == 4
+    assert size(ChunkSize(multiplies=True, parts=16)) == 2
 
 
 def test_extent_whatever_is_contiguous():
