@@ -13,6 +13,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from timm.models import generate_default_cfgs, get_pretrained_cfg, load_state_dict, register_model
 from timm.models._builder import load_pretrained as load_weights
@@ -203,9 +204,17 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
         ...     rotp_vision.load_pretrained(directory).num_classes
         3
     """
-    if not (Path(directory) / 'config.json').is_file():
+    config = Path(directory) / 'config.json'
+    if not config.is_file():
         raise ValueError(f'{directory} is not a directory that save_pretrained wrote: it has no config.json')
-    return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
+    try:
+        json.loads(config.read_text())['architecture']
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{config} is not what save_pretrained wrote: {error!r}') from error
+    try:
+        return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
+    except SafetensorError as error:
+        raise ValueError(f'the weights in {directory} cannot be read, the file may not be whole: {error}') from error
 
 
 def native_of(directory: str | Path) -> tuple[str | None, dict[str, Any]]:

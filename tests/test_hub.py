@@ -161,3 +161,15 @@ def test_pickles_that_could_run_code_are_refused(tmp_path):
         read_state_dict(tmp_path / 'list.pth')
     with pytest.raises(ValueError, match='there is no checkpoint file'):
         read_state_dict(tmp_path / 'nothing.pth')
+
+
+def test_what_is_damaged_is_said(tmp_path):
+    directory = save_pretrained(convert(timm.create_model('test_resnet', num_classes=3)), tmp_path / 'model')
+    weights, config = directory / 'model.safetensors', directory / 'config.json'
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match='may not be whole'):
+        load_pretrained(directory)
+    for text in ('{}', '{', '[]'):
+        config.write_text(text)
+        with pytest.raises(ValueError, match='is not what save_pretrained wrote'):
+            load_pretrained(directory)

@@ -94,6 +94,8 @@ def replace_pools(
 def revert(model: nn.Module) -> nn.Module:
     """The same model with its native pools, as it was before `convert`.
 
+    A frozen model stays frozen, with a warning: `freeze(model, 'all')` undoes that.
+
     Raises:
         ValueError: if the model has no converted pool.
 
@@ -107,6 +109,8 @@ def revert(model: nn.Module) -> nn.Module:
     if not converted:
         raise ValueError('the model has no converted pool to revert')
     _take_all(model, converted)
+    if changes_of(model).frozen:
+        _logger.warning("the reverted network is still frozen: freeze(model, 'all') lets it train")
     return model
 
 

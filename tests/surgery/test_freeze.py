@@ -11,13 +11,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rotp_vision import convert, freeze, rot_pools
+from rotp_vision import convert, freeze, revert, rot_pools
 from tests.surgery.networks import Own, make
 
 
 def frozen_network(train='pool'):
     model = convert(timm.create_model('test_resnet', drop_rate=0.5, drop_path_rate=0.1))
     return model, freeze(model, train)
+
+
+def test_a_reverted_network_stays_frozen_and_says_so(caplog):
+    model, _ = frozen_network()
+    with caplog.at_level(logging.WARNING, 'rotp_vision'):
+        revert(model)
+    assert 'still frozen' in caplog.text
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    freeze(model, 'all')
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_only_the_pool_trains(caplog):
