@@ -1,5 +1,6 @@
 """What a person gets to see of a run: its plan, and at the end tables, pictures and the exported model."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -54,6 +55,14 @@ def finish(run: Run, model: nn.Module) -> None:
     progress, output = run.progress, run.output
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
+    for title, metrics in progress.summary.items():
+        if not math.isfinite(metrics['loss']):
+            run.console.print(
+                f'warning: with {title} the validation loss is not finite, so what is exported is of no use. Lower the '
+                'learning rate, lengthen the warm-up or clip gradients, and start anew',
+                soft_wrap=True,
+                markup=False,
+            )
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
     if pools:

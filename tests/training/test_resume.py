@@ -97,6 +97,13 @@ def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
     assert_same(run, uninterrupted)
 
 
+def test_a_last_step_that_broke_the_network_is_said(tmp_path):
+    """Whose loss nobody trains on any more."""
+    run = Run(tmp_path, changed(TINY, stage1__lr=1e30, stage1__epochs=1, stage2__epochs=0, global_batch_size=32))
+    assert run.run() == 0, run.text
+    assert 'the validation loss is not finite' in run.text
+
+
 def test_non_finite_loss_stops_with_the_last_good_state(tmp_path):
     run = Run(tmp_path, changed(TINY, stage1__lr=1e30, stage2__epochs=0))
     assert run.run() == 1
