@@ -166,7 +166,9 @@ class Tape:
                 if isinstance(factor, Coefficient):
                     self._add_slope(factor, lambda grad=result.grad, value=vector.value: _inner(grad, value))
             if result.axis == BOTH:
-                self._free += [result.grad, result.value]
+                self._free.append(result.grad)
+                if result.value is not terms[0][1].value:
+                    self._free.append(result.value)
 
         return self._record(result, back)
 
@@ -197,6 +199,7 @@ class Tape:
                 return
             # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit,
             # which matters where the structural term has made them large.
+            assert sweep.grad is None  # there is one plan of a sweep, made after its log-sum-exp
             sweep.grad = result.grad.mul_(result.value)
             moved = sweep.grad.sum(vector.axis, keepdim=True)
             log_marginal.add_grad(moved)
@@ -268,7 +271,7 @@ class Tape:
         else:
             torch.exp(exponents, out=before)
         if self._given.is_contiguous() and not self._masked and matrix is None:
-            # What was given lies like this already; the scale as a row, see `_sweep`.
+            # What was given lies like this already; the scale as a row, see `_exponentials`.
             row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
             torch.addcmul(-top, self._given, row, out=twin).exp_()
         else:
