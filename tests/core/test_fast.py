@@ -156,12 +156,12 @@ def test_any_spread_of_features_in_float32(operator, masked):
     """Below, at and beyond the spreads for which exponents need no maximum, outputs and gradients stay accurate.
 
     Where a plan is all but an indicator, rounding must not be taken for a gradient: the structural term would multiply
-    it by many powers of ten. What is ill-conditioned need not be better than by plain autograd, in the median of nine.
+    it by many powers of ten. What is ill-conditioned need not be better than by plain autograd, in the median of five.
     """
     mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
     for spread in (0.1, 5.0, 10.0, 20.0, 40.0, 100.0, 1e3):
         errors: dict[str, list[Tensor]] = {}
-        for start in range(-1, 8):
+        for start in range(-1, 4):
             tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
             x = spread * torch.linspace(start, start + 1, 3 * 16 * 9).sin().mul(1e3).sin()
             tensors['x'] = x.view(3, 16, 9).requires_grad_()
@@ -393,7 +393,7 @@ def test_autocast_changes_nothing(operator):
 def test_implicit_gradients_are_those_of_a_converged_sinkhorn(structure, proximal, masked, spread, monkeypatch):
     """At the fixed point unrolling gives the same, with exponentials shared or not (the spread)."""
     monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)
-    operator = Solver('sinkhorn', num_inner=400), structure, proximal
+    operator = Solver('sinkhorn', num_inner=200), structure, proximal
     mask = torch.arange(6) < torch.tensor([[1], [4], [6]]) if masked else None
     tensors = leaves(operator, 3, 8, 6, num_modules=2, view=True)
     tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
