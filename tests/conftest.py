@@ -1,5 +1,10 @@
+import os
+
 import pytest
 import torch
+
+# Some virtual machines announce AMX and die of the first tile that torch's bfloat16 products load. Read at first use.
+os.environ.setdefault('ONEDNN_MAX_CPU_ISA', 'AVX512_CORE_FP16')
 
 
 @pytest.fixture(autouse=True)
