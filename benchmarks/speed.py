@@ -135,6 +135,16 @@ def step_of(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
     return step
 
 
+def inference_of(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
+    """Forward alone."""
+
+    def step() -> None:
+        with torch.no_grad():
+            pool(maps)
+
+    return step
+
+
 def medians(steps: dict[str, Callable[[], None]], timing: Timing) -> dict[str, float]:
     """Seconds of each step, all taking turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -165,49 +175,46 @@ def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
     return sum(kept.values()) / maps.untyped_storage().nbytes()
 
 
+def cost_rows(shape: str, pools: dict[str, nn.Module], maps: Tensor, must: dict[str, int], timing: Timing) -> list[Row]:
+    """A row for each pool; the first is the average that the others are compared with."""
+    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
+    inference = medians({name: inference_of(pool, maps) for name, pool in pools.items()}, timing)
+    average = next(iter(pools))
+    return [
+        {
+            'map': shape,
+            'pooling': name,
+            '× average': times[name] / times[average],
+            'must reach': must.get(name, ''),
+            'inference × average': inference[name] / inference[average],
+            'saved × map': saved_multiple(pool, maps),
+            'ms': 1e3 * times[name],
+        }
+        for name, pool in pools.items()
+    ]
+
+
 def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
     maps = torch.randn(32, channels, 7, 7).abs().requires_grad_()
     pools = peers(channels)
     must = {}
     for name, (solver, num_modules, structure, limits) in (SOLVERS | OTHERS).items():
         pools[name] = CorePool(solver, num_modules, structure)
-        must[name] = '' if limits is None else limits[channels == 2048]
+        if limits is not None:
+            must[name] = limits[channels == 2048]
         if reference:
             pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
     pools |= {name: CorePool(solver, 1, False) for name, solver in CONVERGED.items()}
-    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
-    base = times['average (AdaptiveAvgPool2d)']
-    shape = f'(32, {channels}, 7, 7)'
-    return [
-        {
-            'map': shape,
-            'pooling': name,
-            '× average': times[name] / base,
-            'must reach': must.get(name, ''),
-            'saved × map': saved_multiple(pool, maps),
-            'ms': 1e3 * times[name],
-        }
-        for name, pool in pools.items()
-    ]
+    return cost_rows(f'(32, {channels}, 7, 7)', pools, maps, must, timing)
 
 
 def local_rows(timing: Timing) -> list[Row]:
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
-    pools = {'average (AvgPool2d)': nn.AvgPool2d(3, 2), 'max (MaxPool2d)': nn.MaxPool2d(3, 2)}
-    for name in ('badmm-e', 'sinkhorn'):
-        pools[f'LocalROTPool2d, {name}'] = LocalROTPool2d({'solver': name}, kernel_size=3, stride=2)
-    times = medians({name: step_of(pool, maps) for name, pool in pools.items()}, timing)
-    return [
-        {
-            'map': '(8, 64, 112, 112), 3×3 stride 2',
-            'pooling': name,
-            '× average': times[name] / times['average (AvgPool2d)'],
-            'must reach': 28 if 'ROT' in name else '',
-            'saved × map': saved_multiple(pool, maps),
-            'ms': 1e3 * times[name],
-        }
-        for name, pool in pools.items()
-    ]
+    pools: dict[str, nn.Module] = {'average (AvgPool2d)': nn.AvgPool2d(3, 2), 'max (MaxPool2d)': nn.MaxPool2d(3, 2)}
+    ours = {f'LocalROTPool2d, {name}': name for name in ('badmm-e', 'sinkhorn')}
+    for label, solver in ours.items():
+        pools[label] = LocalROTPool2d({'solver': solver}, kernel_size=3, stride=2)
+    return cost_rows('(8, 64, 112, 112), 3×3 stride 2', pools, maps, dict.fromkeys(ours, 28), timing)
 
 
 def growth_rows(timing: Timing) -> list[Row]:
