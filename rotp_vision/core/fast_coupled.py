@@ -92,9 +92,8 @@ def _backward(
 
 def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
     """As many parts as a forward has plan-sized tensors: X, a sweep; matrices and plans; factors and forces."""
-    if similarity:
-        return ChunkSize(parts=15, multiplies=True)
-    return ChunkSize(parts=8) if quadratic else ChunkSize(enlarge=2, parts=4)
+    parts = 15 if similarity else 8 if quadratic else 4
+    return ChunkSize(enlarge=2, parts=parts, multiplies=similarity != '')
 
 
 _OPTIONS = ', bool quadratic, str similarity'

@@ -91,7 +91,7 @@ def _backward(
 
 def _chunk_size(num_inner: int, implicit: bool, similarity: str) -> ChunkSize:
     """As many parts as a forward has plan-sized tensors: X, exponentials twice, a product; matrix, plan, factors."""
-    return ChunkSize(parts=15, multiplies=True) if similarity else ChunkSize(enlarge=2, parts=5)
+    return ChunkSize(enlarge=2, parts=15 if similarity else 5, multiplies=similarity != '')
 
 
 _OPTIONS = ', int num_inner, bool implicit, str similarity'

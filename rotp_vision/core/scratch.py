@@ -88,7 +88,7 @@ class Scratch:
 class ChunkSize(NamedTuple):
     """What decides how large the chunks of a solver are on CPU, besides the cache."""
 
-    enlarge: int = 1  # how many times larger they may be, for a solver with few buffers and many small operations
+    enlarge: int = 1  # how many times larger they may be, for a solver with many small operations
     parts: int = 1  # in how many a batch is cut at least, unless it is small: its buffers then need no more than itself
     multiplies: bool = False  # whether most of the work is products of matrices, a set of which is a thread's work
 
