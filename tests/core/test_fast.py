@@ -261,7 +261,9 @@ def test_empty_batch(operator):
 
 @every_operator
 def test_same_bits_twice(operator):
-    tensors = leaves(operator, 4, 64, 49, dtype=torch.float32)
+    """On two threads, of a batch that is worth sharing between them."""
+    torch.set_num_threads(2)
+    tensors = leaves(operator, 8, 256, 49, dtype=torch.float32)
     first, second = (results(operator, tensors, 'torch') for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
