@@ -39,7 +39,14 @@ from tqdm import tqdm
 import rotp_vision
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
-from rotp_vision.training.checkpoint import Checkpoint, Progress, find_checkpoint, save_checkpoint, write_atomically
+from rotp_vision.training.checkpoint import (
+    Checkpoint,
+    Progress,
+    clear_leftovers,
+    find_checkpoint,
+    save_checkpoint,
+    write_atomically,
+)
 from rotp_vision.training.config import RunConfig, StageConfig, changes, flat, parse_config, to_dict
 from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
@@ -146,6 +153,7 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     if run.main and not config.dry_run:
         try:
             run.output.mkdir(parents=True, exist_ok=True)
+            clear_leftovers(run.output)
             write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
         except OSError as error:
             fail(f'cannot write to --output {run.output}: {error}')

@@ -135,6 +135,16 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob('stage*-epoch*-step*') if path.is_dir())
 
 
+def clear_leftovers(output: Path) -> None:
+    """Removes what a run that was killed left half made, or half removed, in its directory; all of it is hidden."""
+    for pattern in ('.*.tmp', '.export.*', 'checkpoints/.stage*'):
+        for path in output.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
 def load_checkpoint(path: Path) -> Checkpoint:
     """Reads and verifies a checkpoint; ValueError says what is wrong with it."""
     try:

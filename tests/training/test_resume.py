@@ -1,12 +1,15 @@
 """No moment of being killed may change the weights a run ends with."""
 
+import csv
+import itertools
 import random
+import shutil
 import signal
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.training.runs import TINY, Run, changed
+from tests.training.runs import TINY, Run, Stop, changed
 
 # Data workers, shuffling, augmentation, dropout, mixup, accumulation and a moving average: all that has a state.
 BUSY = changed(
@@ -17,6 +20,8 @@ BUSY = changed(
     stage2={'epochs': 2, 'lr': 0.05, 'train': 'pool+classifier'},
 )
 
+TIMED = {'seconds', 'images_per_second', 'data_time_share'}  # columns that differ from run to run
+
 
 @pytest.fixture(scope='module')
 def uninterrupted(tmp_path_factory):
@@ -25,42 +30,48 @@ def uninterrupted(tmp_path_factory):
     return run
 
 
-def killed_often(directory, times, seed, delay, settings=BUSY):
-    """A run killed `times` times, each at a random moment within `delay` seconds of new progress, then finished."""
-    rng = random.Random(seed)
+def killed(directory, moments, settings=BUSY):
+    """A run killed when it has touched one place after the other so many times, then finished."""
     run = Run(directory, settings)
-    kills = 0
-    for _ in range(3 * times):
-        before = set(run.checkpoints)
-        process = run.start('--resume', 'auto')
-        run.wait_for(lambda: set(run.checkpoints) - before, process)  # noqa: B023
-        process.join(rng.uniform(0.0, delay))
-        if process.exitcode is not None:
-            break
-        process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        kills += 1
-        if kills == times:
-            break
+    for place, count in moments:
+        stop = Stop(signal.SIGKILL, run.output / place, count)
+        assert run.run('--resume', 'auto', stop=stop) == -signal.SIGKILL, run.text
     assert run.run('--resume', 'auto') == 0, run.text
-    return run, kills
+    return run
 
 
 def assert_same(run, other):
     ours, theirs = (load_file(side.checkpoints[-1] / 'model.safetensors') for side in (run, other))
-    assert run.checkpoints[-1].name == other.checkpoints[-1].name
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in ours), [n for n in ours if not ours[n].equal(theirs[n])]
+    # Killed before it removed what the last checkpoint made superfluous, a run keeps that.
+    assert {path.name for path in run.checkpoints} >= {path.name for path in other.checkpoints}
+    assert run.checkpoints[-1].name == other.checkpoints[-1].name
+    assert files_beside_checkpoints(run) == files_beside_checkpoints(other)
+    for name in ('metrics.csv', 'steps.csv', 'weights.csv'):
+        assert without_time(run, name) == without_time(other, name)
 
 
-def test_killed_three_times_ends_with_the_same_weights(tmp_path, uninterrupted):
-    run, kills = killed_often(tmp_path, 3, seed=0, delay=0.5)
-    assert kills == 3, run.text
-    assert_same(run, uninterrupted)
-    lines = [(side.output / 'metrics.csv').read_text().splitlines() for side in (run, uninterrupted)]
-    without_time = [[line.rsplit(',', 1)[0] for line in side] for side in lines]
-    assert without_time[0] == without_time[1]
+def files_beside_checkpoints(run):
+    """Hidden ones are among them: nothing half made is left behind."""
+    paths = (str(path.relative_to(run.output)) for path in run.output.rglob('*'))
+    return sorted(path for path in paths if not path.startswith('checkpoints/stage'))
+
+
+def without_time(run, name):
+    with (run.output / name).open() as file:
+        return [{key: value for key, value in row.items() if key not in TIMED} for row in csv.DictReader(file)]
+
+
+def test_killed_five_times_ends_with_the_same_weights(tmp_path, uninterrupted):
+    moments = [
+        ('checkpoints/.stage1-epoch0001-step000002.tmp/manifest.json', 1),  # written, not yet whole
+        ('checkpoints/.stage1-epoch0000-step000004.old', 1),  # taken away, not yet removed
+        ('weights.csv', 4),  # the first lines of stage 2
+        ('checkpoints/stage2-epoch0001-step000002', 1),  # the best and the last are there, this one is to go
+        ('.export.', 3),
+    ]
+    assert_same(killed(tmp_path, moments), uninterrupted)
 
 
 @pytest.mark.slow
@@ -69,18 +80,29 @@ def test_killed_ten_times_ends_with_the_same_weights(tmp_path, cached):
     settings = changed(BUSY, stage1__epochs=4, stage2__epochs=3, stage2__cache_features=cached, stage2__cache_views=2)
     whole = Run(tmp_path / 'whole', settings)
     assert whole.run() == 0, whole.text
-    run, kills = killed_often(tmp_path, 10, seed=1, delay=0.2, settings=settings)
-    assert kills == 10, run.text
-    assert_same(run, whole)
+    rng = random.Random(1)
+    assert_same(killed(tmp_path, [('', rng.randint(15, 60)) for _ in range(10)], settings), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_killed_at_any_moment_ends_with_the_same_weights(tmp_path, uninterrupted):
+    """Every one of them, until the run is over before the moment comes."""
+    for count in itertools.count(1):
+        run = Run(tmp_path / f'{count}', BUSY)
+        status = run.run(stop=Stop(signal.SIGKILL, run.output, count))
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, run.text
+        assert run.run('--resume', 'auto') == 0, run.text
+        assert_same(run, uninterrupted)
+        shutil.rmtree(run.output)
+    assert count > 200
 
 
 def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
     run = Run(tmp_path, BUSY)
-    process = run.start()
-    run.wait_for(lambda: run.checkpoints, process)
-    process.terminate()
-    process.join(60)
-    assert process.exitcode == 0, run.text
+    assert run.run(stop=Stop(signal.SIGTERM, run.output / 'metrics.csv', 2)) == 0, run.text
     assert 'stopped by SIGTERM' in run.text
     assert '--resume auto' in run.text
     assert not run.output.joinpath('export').exists()

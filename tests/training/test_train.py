@@ -1,11 +1,11 @@
 """Whole runs of the script: stages, processes, evaluation, broken data."""
 
 import csv
+import itertools
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import rotp_vision
-from tests.training.runs import ROOT, TINY, Run, changed
+from tests.training.runs import ROOT, TINY, Run, Stop, changed
 from train_imagenet import without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
@@ -32,6 +32,15 @@ def losses(run):
 
 def metrics(run):
     return list(csv.DictReader((run.output / 'metrics.csv').open()))
+
+
+def images(data):
+    """A folder with 20 images of 4 classes for training and as many for validation."""
+    for split, label in itertools.product(('train', 'val'), range(4)):
+        (data / split / f'{label}').mkdir(parents=True)
+        for number in range(5):
+            Image.new('RGB', (40, 40), (40 * label, 9 * number, 0)).save(data / split / f'{label}' / f'{number}.png')
+    return data
 
 
 @pytest.fixture(scope='module')
@@ -96,14 +105,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
 
 
 def test_stage_2_by_itself_from_a_checkpoint_with_broken_images(tmp_path, single):
-    data = tmp_path / 'images'
-    for split in ('train', 'val'):
-        for label in range(4):
-            (data / split / f'{label}').mkdir(parents=True)
-            for number in range(5):
-                Image.new('RGB', (40, 40), (40 * label, 9 * number, 0)).save(
-                    data / split / f'{label}' / f'{number}.png'
-                )
+    data = images(tmp_path / 'images')
     (data / 'train/0/1.png').write_bytes(b'broken')
     (data / 'val/2/3.png').write_bytes(b'broken')
     settings = changed(GROUP_NORM, data={'path': str(data), 'image_size': 32, 'workers': 0}, stage1={'epochs': 0})
@@ -148,12 +150,11 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
 
 
 def test_an_evaluation_ends_with_a_signal(single, tmp_path):
-    run = Run(tmp_path, changed(GROUP_NORM, data__val_images=100000))
-    process = run.start('--evaluate', str(single.output / 'export'))
-    time.sleep(5)
-    process.terminate()
-    process.join(20)
-    assert process.exitcode == -signal.SIGTERM
+    data = images(tmp_path / 'images')
+    run = Run(tmp_path, changed(GROUP_NORM, data={'path': str(data), 'image_size': 32, 'workers': 0}))
+    stop = Stop(signal.SIGTERM, data / 'val/2/3.png')
+    assert run.run('--evaluate', str(single.output / 'export'), stop=stop) == -signal.SIGTERM, run.text
+    assert 'Validation' not in run.text
 
 
 def test_the_command_that_continues():
