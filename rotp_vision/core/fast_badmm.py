@@ -331,8 +331,7 @@ def _backward(
     d_features = torch.mul(row, grad / total, out=scratch.buffer())
     moved = torch.mul(d_features, chunk.features, out=spare).sum(2, keepdim=True)
     torch.addcmul(spare, row, moved / total, value=-1, out=row)
-    if structure is not None:
-        balance_rows(row, d_features, grad)
+    balance_rows(row, d_features, grad)
     dx = None
     if needs.x:
         dx = d_features if inputs.features is None else scratch.buffer()

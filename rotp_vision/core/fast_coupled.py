@@ -18,7 +18,8 @@ log S = s X + M + u + v does, in a module,
     log μ = log softmax_d(((α2 - α2') log p0 + α2' log μ + ρ log P1) / (α2 + ρ))      likewise η with α3, q0, Sᵀ1
 
 from s = M = 0, u = log μ = log p0, v = log η = log q0 and dashed weights zero. The last module ends at the weights of
-the pooling, softmax_n(c X + L + w). Without Φ there are no matrices.
+the pooling, softmax_n(c X + L + w). Without Φ there are no matrices. Where the tape has taken peaks off X, u is what it
+is for X plus s · peaks, and so c · peaks less in r; of both only peaks / ρ is left, in log P1.
 """
 
 import torch
@@ -45,7 +46,7 @@ def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tupl
     for k in range(num_modules):
         scale_p, scale_s, *rest = tape.module(k)
         now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
-        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column, keep_s, *weights = rest
+        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column, keep_s, row_peaks, *weights = rest
         to_p, to_next, to_s = weights[::3], weights[1::3], weights[2::3]
         matrix_p = None
         if forced:
@@ -57,7 +58,9 @@ def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tupl
         if k + 1 == num_modules:
             return logits, w
         r = tape.lse(logits, w)
-        log_row = tape.log_softmax(tape.combine((row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)))
+        pulls = [(row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)]
+        pulls += [] if tape.peaks is None else [(row_peaks, tape.peaks)]
+        log_row = tape.log_softmax(tape.combine(*pulls))
         row = tape.combine((1.0, log_row), (-1.0, r))
         if forced:
             of_p = forces(tape.plan(logits, w, log_row))
@@ -144,7 +147,7 @@ def coupled_badmm_pool(
     rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
     rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
     rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
-    rows.append(1 - before1 / rho)
+    rows += [1 - before1 / rho, 0.5 / rho]
     for force in forces:
         rows += [force / rho, _shift(force) / rho, kappa * force / rho]
     coefficients = torch.stack(rows).to(x.dtype)

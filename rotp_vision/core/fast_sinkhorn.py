@@ -9,7 +9,8 @@ With α1' = α1 + τ and constants dropped that the pooling does not see, a modu
     u = τ/α1' u + a,   v = τ/α1' v + b
 
 from s = 0, M = 0, u = log p0, v = log q0; without structural term M stays zero and is not made. The last ends at the
-weights of the pooling, softmax_n(s X + M + v).
+weights of the pooling, softmax_n(s X + M + v). Where the tape has taken peaks off X, u is what it is for X plus
+s · peaks; a then has (s - τ/α1' s') α1' / (α1' + α2) of them, which is peaks / (α1' + α2).
 
 Where K is large enough for a module to converge, backward need not go through all its steps: with `implicit` it goes
 through one step from the fixed point, by the implicit function theorem.
@@ -29,7 +30,7 @@ def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[
     u, v = tape.log_p0, tape.log_q0
     logits = None
     for k in range(num_modules):
-        scale, keep, feature_rate, sample_rate, *structure = tape.module(k)
+        scale, keep, feature_rate, sample_rate, lift, *structure = tape.module(k)
         matrix = None
         if structure:
             kept = []
@@ -44,6 +45,8 @@ def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[
         u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
         p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
         q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
+        if tape.peaks is not None:
+            u_kept = tape.combine((1.0, u_kept), (lift, tape.peaks))
 
         v = v_kept
         tape.recording = not implicit
@@ -126,7 +129,8 @@ def sinkhorn_pool(
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
     coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
     if triton:
-        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
+        rows = coefficients[:4]
+        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, rows, num_inner)[0]
     if weights.structure is None:
         similarity = ''
     options = num_inner, implicit, similarity
@@ -134,7 +138,9 @@ def sinkhorn_pool(
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(rows, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), α0/α1' if structural."""
+    """(rows, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
+    if structural. Those in Triton take the first four.
+    """
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
     assert feature_penalty is not None
     assert sample_penalty is not None
@@ -149,6 +155,7 @@ def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
     rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    rows.append(1 / (alpha1 + alpha2))
     if structure is not None:
         rows.append(structure / alpha1)
     return torch.stack(rows)

@@ -189,8 +189,9 @@ def shift_rows(x: Tensor, gone: Tensor | None, out: Tensor | None) -> tuple[Tens
 def balance_rows(logits_grad: Tensor, d_features: Tensor, grad: Tensor) -> None:
     """Take off what the rows of the logits' gradient of a pooling, (b, D, N), fail to add up to zero by.
 
-    Beside a sample that has all but the whole weight that is rounding, which a structural term multiplies. `d_features`
-    are the weights of the pooling times `grad` (b, D, 1), the gradient of its result.
+    That is rounding, of features far from zero and of samples that have all but the whole weight, and not small beside
+    what is left of such a gradient. `d_features` are the weights of the pooling times `grad` (b, D, 1), the gradient of
+    its result.
     """
     excess = logits_grad.sum(2, keepdim=True)
     logits_grad.addcmul_(d_features, excess / grad.masked_fill(grad == 0, 1.0), value=-1)

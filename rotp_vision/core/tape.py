@@ -4,6 +4,10 @@ Such a solver is a chain of vectors, tied by log-sum-exps ("sweeps"). Without ma
 plan-sized; there is a matrix where plans act on each other by more than their logarithms, and it is made of plans.
 A solver is written once, forwards, on a `Tape`, which goes back through it by itself: autograd cannot run inside an
 operator.
+
+Where values may be looked at, X is shifted by the peaks of its rows, and feature vectors are those for the shifted X:
+what all entries of a row have in common would leave its rounding in every sum and every gradient. Where the peaks do
+come in a solver says itself.
 """
 
 import math
@@ -69,7 +73,7 @@ class Logits(NamedTuple):
 class _Sweep:
     """exp(logits + vector - shift), with the gradient of the logits on the way back."""
 
-    __slots__ = ('exponentials', 'grad', 'logits', 'row_sums', 'shift', 'total', 'vector')
+    __slots__ = ('exponentials', 'grad', 'logits', 'shift', 'total', 'vector')
 
     def __init__(self, logits: Logits, vector: Variable, exponentials: Tensor, total: Tensor, shift: Tensor) -> None:
         self.logits, self.vector = logits, vector
@@ -77,7 +81,6 @@ class _Sweep:
         self.total = total  # their sum along the vector's axis, kept
         self.shift = shift  # like total
         self.grad: Tensor | None = None  # (b, D, N)
-        self.row_sums: Tensor | None = None  # (b, D, 1) of grad if the vector is along the samples; None: zero
 
 
 class _Shared(NamedTuple):
@@ -85,7 +88,7 @@ class _Shared(NamedTuple):
 
     exponentials: Tensor  # (b, D, N) exp(logits - top)
     twin: Tensor  # (b, D, N) the same with contiguous samples: sums along features are then products of matrices, too
-    top: Tensor  # (b, D, 1) max_n(logits)
+    top: Tensor | None  # (b, D, 1) max_n(logits), None: zero
     left: list[Tensor]  # (b, D, 1) each: the columns ...
     right: list[Tensor]  # (b, 1, N) ... and rows of those matrices
 
@@ -125,6 +128,7 @@ class Tape:
         self.log_p0 = Variable(inputs.log_p0, FEATURES)
         self.log_q0 = Variable(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
+        self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
         self._masked = bool(self._gone.any()) if inputs.modules.eager else True
         self._structure: Structure | None = None
         if similarity:
@@ -134,6 +138,7 @@ class Tape:
             ours = self._x is not inputs.x and (similarity != 'cosine' or needs is None)  # whose way back reads X
             out = self._x if ours else scratch.take()
             self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
+            self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES)
             if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
         self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
@@ -253,13 +258,12 @@ class Tape:
         limit = exponent_limit(self._x.dtype)
         if self._peak is None or (matrix is None and not self._spread * float(scale.value) < limit):
             return
-        exponents, top = self._x, self._peak * scale.value
+        exponents, top = self._x, None
         if matrix is not None:
             exponents = torch.addcmul(matrix.value, self._x, scale.value)
-            exponents, above = shift_rows(exponents, self._gone if self._masked else None, exponents)
+            exponents, top = shift_rows(exponents, self._gone if self._masked else None, exponents)
             if not -float(exponents.amin()) < limit:
                 return
-            top = top + above
         if self._needs is None and self._shared:
             # Nobody goes back to the modules before.
             _, (before, twin, *_) = self._shared.popitem()
@@ -273,7 +277,7 @@ class Tape:
         if self._given.is_contiguous() and not self._masked and matrix is None:
             # What was given lies like this already; the scale as a row, see `_exponentials`.
             row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
-            torch.addcmul(-top, self._given, row, out=twin).exp_()
+            torch.addcmul(self._peak * -scale.value, self._given, row, out=twin).exp_()
         else:
             twin.copy_(before)
         shared = self._shared[scale.row, scale.module] = _Shared(before, twin, top, [], [])
@@ -297,8 +301,6 @@ class Tape:
                 sweep.grad = sweep.exponentials.mul_(slope)
             else:
                 sweep.grad.addcmul_(sweep.exponentials, slope)
-            if vector.axis == SAMPLES:
-                sweep.row_sums = result.grad  # as softmaxes sum to one
 
         return self._record(result, back)
 
@@ -344,8 +346,8 @@ class Tape:
         if vector.axis == SAMPLES:
             values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
-            return (values - largest).exp_(), shared.top + largest
-        values = vector.value + shared.top
+            return (values - largest).exp_(), largest if shared.top is None else shared.top + largest
+        values = vector.value if shared.top is None else vector.value + shared.top
         largest = values.amax(FEATURES, keepdim=True)
         return (values - largest).exp_(), largest
 
@@ -373,8 +375,7 @@ class Tape:
         mean = torch.mul(sweep.exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
         d_features = sweep.exponentials.mul_(grad / sweep.total)
         logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
-        if logits.matrix is not None:
-            balance_rows(logits_grad, d_features, grad)
+        balance_rows(logits_grad, d_features, grad)
         self._dx = None
         if needs.x:
             self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
@@ -436,7 +437,6 @@ class Tape:
             weights, shift = self._shared_weights(shared, vector)
             y = torch.mul(shared.exponentials, weights, out=out)
             return y, y.sum(vector.axis, keepdim=True), shift
-        top = None if self._peak is None else self._peak * scale.value
         exponents, gone = self._exponents(logits, vector), None
         if vector.axis == SAMPLES:
             values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
@@ -448,15 +448,13 @@ class Tape:
             # not be vectorised.
             row = scale.value.expand(1, self._x.shape[1], 1).contiguous()
             y = torch.addcmul(values - largest, self._x, row, out=out)
-            shift = largest if top is None else largest + top
         else:
-            values = vector.value if top is None else vector.value + top
-            shift = values.amax(FEATURES, keepdim=True)
-            y = torch.addcmul(values - shift, self._x, scale.value, out=out)
+            largest = vector.value.amax(FEATURES, keepdim=True)
+            y = torch.addcmul(vector.value - largest, self._x, scale.value, out=out)
         if matrix is not None:
             y = torch.add(y, matrix.value, out=self._scratch.over(y))
         y, total, top = exponentials(y, vector.axis, self._scratch, exponents, gone)
-        return y, total, shift if top is None else shift + top
+        return y, total, largest if top is None else largest + top
 
     def _exponents(self, logits: Logits, vector: Variable) -> Exponents:
         """What is known of the exponents of a sweep.
@@ -482,20 +480,15 @@ class Tape:
     def _sweep_back(self, sweep: _Sweep) -> None:
         """On from a sweep."""
         if sweep.grad is not None:
-            moved = sweep.grad.sum(3 - sweep.vector.axis, keepdim=True)
-            sweep.vector.add_grad(moved)
-            self._logits_back(sweep.grad, sweep.logits, moved if sweep.vector.axis == FEATURES else sweep.row_sums)
+            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True))
+            self._logits_back(sweep.grad, sweep.logits)
 
-    def _logits_back(self, grad: Tensor, logits: Logits, row_sums: Tensor | None) -> None:
-        """On from logits, whose gradient has the `row_sums` (b, D, 1), None if zero, to what they are made of."""
+    def _logits_back(self, grad: Tensor, logits: Logits) -> None:
+        """On from logits, whose gradient this is, to what they are made of."""
         scale, matrix = logits
         if self._dx is not None:
             self._dx.addcmul_(grad, scale.value)
         self._add_slope(scale, lambda: _inner(grad, self._x))
-        peak = self._peak
-        if peak is not None and row_sums is not None:
-            # The part of the slope that X lacks by its peaks.
-            self._add_slope(scale, lambda: (row_sums * peak).sum())
         if matrix is not None:
             self._add_grad(matrix, grad, 1.0)
 
@@ -516,7 +509,7 @@ class Tape:
             assert spare is not None
             torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=spare.mT)
             spare.mul_(shared.exponentials)
-            self._logits_back(spare, logits, spare.sum(SAMPLES, keepdim=True))
+            self._logits_back(spare, logits)
 
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None

@@ -58,7 +58,7 @@ def rot_pool_windows(
     if solver.name == 'sinkhorn':
         if solver.num_inner < 1:
             raise ValueError(f'num_inner must be at least 1, got {solver.num_inner}')
-        coefficients = sinkhorn_coefficients(weights).float()
+        coefficients = sinkhorn_coefficients(weights)[:4].float()
         pool = torch.ops.rotp_vision.triton_local_sinkhorn_pool
         return pool(x, coefficients, list(windows), view, floor, solver.num_inner)[0]
     quadratic = solver.name == 'badmm-q'

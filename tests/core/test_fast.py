@@ -76,10 +76,13 @@ def assert_same(operator, tensors, mask=None, tolerance=TOLERANCE):
     exact = {name: value.detach().double().requires_grad_() for name, value in tensors.items()}
     expected, got = results(operator, exact, 'reference', mask), results(operator, tensors, 'torch', mask)
     dtype = tensors['x'].dtype
+    sizes = {name: value.abs().max() for name, value in expected.items()}
+    # A weight's gradient is a sum of which little may be left. In float32 its rounding is compared with all weights'.
+    weights = [name for name in expected if name in StepWeights._fields] if dtype == torch.float32 else []
+    sizes |= dict.fromkeys(weights, max((sizes[name] for name in weights), default=None))
     for name, value in expected.items():
         assert got[name].dtype == dtype, name
-        size = value.abs().max().clamp_min(1e-2)
-        error = ((got[name] - value).abs().max() / size).item()
+        error = ((got[name] - value).abs().max() / sizes[name].clamp_min(1e-2)).item()
         assert error < tolerance[dtype], f'{name}: {error}'
 
 
@@ -180,11 +183,13 @@ def test_any_spread_of_features_in_float32(operator, masked):
 @every_operator
 @pytest.mark.parametrize('masked', [True, False])
 @pytest.mark.parametrize('offset', [-50.0, 50.0])
-def test_features_far_from_zero_in_float32(operator, masked, offset):
+@pytest.mark.parametrize('view', [False, True])
+def test_features_far_from_zero_in_float32(operator, masked, offset, view):
     """Masked samples, which are zero, are then the largest or smallest of all, and mean nothing."""
     mask = torch.arange(9) < torch.tensor([[1], [4], [9]]) if masked else None
-    tensors = leaves(operator, 3, 16, 9, dtype=torch.float32)
-    tensors['x'] = (0.3 * tensors['x'].detach() + offset).requires_grad_()
+    tensors = leaves(operator, 3, 16, 9, dtype=torch.float32, view=view)
+    for name in ('x', 'features') if view else ('x',):
+        tensors[name] = (0.3 * tensors[name].detach() + offset).requires_grad_()
     assert_same(operator, tensors, mask, {torch.float32: 1e-3})
 
 
@@ -198,7 +203,7 @@ def test_coupled_plans_whose_scale_is_below_zero(dtype, spread):
     tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
     tensors['step'] = torch.tensor([0.5, 4.0, 0.4], dtype=dtype, requires_grad=True)
     tensors['smoothness'] = torch.tensor([0.1, 6.0, 0.3], dtype=dtype, requires_grad=True)
-    assert_same(operator, tensors, tolerance={torch.float64: 1e-9, torch.float32: 1e-3})
+    assert_same(operator, tensors, tolerance={torch.float64: 1e-9, torch.float32: 1e-4})
 
 
 @every_operator
@@ -280,21 +285,21 @@ def test_keeps_nothing_but_its_inputs(operator):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         pooled(operator, tensors, 'torch')
-    size = tensors['x'].untyped_storage()
-    assert size.data_ptr() in storages
-    assert sum(storages.values()) <= 1.1 * size.nbytes()
+    given = tensors['x'].untyped_storage()
+    kept, size = sum(storages.values()), given.nbytes()  # numbers: pytest would print the storage itself
+    assert given.data_ptr() in storages
+    assert kept <= 1.1 * size
 
 
 @every_operator
-@pytest.mark.parametrize('threads', [1, 8])
-def test_inference_needs_no_more_than_the_batch_again(operator, threads, monkeypatch):
+def test_inference_needs_no_more_than_the_batch_again(operator):
     """The most memory at a time besides X, as torch's profiler sees it."""
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
     tensors = leaves(operator, 32, 1024, 49, num_modules=4, dtype=torch.float32)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         pooled(operator, tensors, 'torch')
     changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == '[memory]']
-    assert max(itertools.accumulate(changes)) <= tensors['x'].untyped_storage().nbytes()
+    most, size = max(itertools.accumulate(changes)), tensors['x'].untyped_storage().nbytes()
+    assert most <= size
 
 
 @every_operator
@@ -313,7 +318,7 @@ def test_opcheck(operator):
     quadratic, similarity = solver.name == 'badmm-q', solver.similarity if structure else ''
     options = (2, False, similarity) if name == 'sinkhorn_pool' else (quadratic, similarity)
     forces = quadratic + structure
-    rows = {'sinkhorn_pool': 4 + structure, 'coupled_badmm_pool': 20 + 3 * forces}.get(name, 3 + forces)
+    rows = {'sinkhorn_pool': 5 + structure, 'coupled_badmm_pool': 21 + 3 * forces}.get(name, 3 + forces)
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
     inputs = (None, x, log_p0, log_q0, torch.rand(rows, 2) + 0.5)
     differentiable = tuple(value if value is None else value.requires_grad_() for value in inputs)

@@ -138,8 +138,12 @@ def test_half_precision_in_and_out(operator, dtype, separate):
     used = [value for value in inputs if value is not None]
     got = [out, *torch.autograd.grad(out, used, grad)]
     wide = [None if value is None else value.detach().double().requires_grad_() for value in inputs]
-    extra = ('',) if operator[0].name != 'sinkhorn' else (False, '')
-    out = operator_of(operator)(*wide, *options, *extra)
+    *others, coefficients = wide
+    extra = ('',)
+    if operator[0].name == 'sinkhorn':
+        coefficients = torch.cat([coefficients, coefficients[:1] * (1 - coefficients[2:3])])  # 1 / (α1 + α2)
+        extra = (False, '')
+    out = operator_of(operator)(*others, coefficients, *options, *extra)
     expected = [out, *torch.autograd.grad(out, [value for value in wide if value is not None], grad.double())]
     if operator[0].name == 'sinkhorn':
         for values in (got, expected):
