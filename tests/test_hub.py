@@ -144,15 +144,19 @@ def test_checkpoints_of_every_kind(tmp_path, wrap):
 
 
 class Malicious:
+    def __init__(self, path):
+        self.path = path
+
     def __reduce__(self):
-        return os.system, ('touch /tmp/should-not-exist',)
+        return os.mkdir, (self.path,)
 
 
 def test_pickles_that_could_run_code_are_refused(tmp_path):
-    torch.save({'state_dict': {}, 'extra': Malicious()}, tmp_path / 'bad.pth')
+    made = tmp_path / 'made'
+    torch.save({'state_dict': {}, 'extra': Malicious(str(made))}, tmp_path / 'bad.pth')
     with pytest.raises(ValueError, match='could run code on loading'):
         read_state_dict(tmp_path / 'bad.pth')
-    assert not os.path.exists('/tmp/should-not-exist')
+    assert not made.exists()
     (tmp_path / 'text.pth').write_text('hello')
     with pytest.raises(ValueError, match=r'is not (read|a checkpoint)'):
         read_state_dict(tmp_path / 'text.pth')

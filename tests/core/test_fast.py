@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from rotp_vision.core import Solver, StepWeights, decompositions, explicit_pool, rot_pool, rot_problem
 from rotp_vision.core import scratch as scratch_module
 from rotp_vision.layers import PoolOptions
+from tests.memory import most_memory
 
 # solver, whether with a structural term, whether with a proximal one
 OPERATORS = {
@@ -295,10 +295,9 @@ def test_keeps_nothing_but_its_inputs(operator):
 def test_inference_needs_no_more_than_the_batch_again(operator):
     """The most memory at a time besides X, as torch's profiler sees it."""
     tensors = leaves(operator, 32, 1024, 49, num_modules=4, dtype=torch.float32)
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        pooled(operator, tensors, 'torch')
-    changes = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == '[memory]']
-    most, size = max(itertools.accumulate(changes)), tensors['x'].untyped_storage().nbytes()
+    with torch.no_grad():
+        most = most_memory(lambda: pooled(operator, tensors, 'torch'))
+    size = tensors['x'].untyped_storage().nbytes()
     assert most <= size
 
 

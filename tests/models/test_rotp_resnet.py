@@ -1,5 +1,4 @@
 import copy
-import importlib
 import pickle
 import warnings
 
@@ -44,14 +43,8 @@ def test_every_name_is_registered_with_the_native_weights_tags():
         tags = {full.split('.')[1] for full in timm.list_pretrained(f'{native_name}.*')}
         assert {full.split('.')[1] for full in timm.list_pretrained(f'{name}.*')} == tags
         ours, theirs = timm.models.get_pretrained_cfg(name), timm.models.get_pretrained_cfg(native_name)
+        assert tags
         assert (ours.hf_hub_id, ours.tag, ours.mean) == (theirs.hf_hub_id, theirs.tag, theirs.mean)
-    assert len(timm.list_pretrained('*_rotp.*')) == 46
-
-
-def test_importing_twice_does_not_register_twice():
-    before = timm.list_pretrained('resnet18_rotp*')
-    importlib.import_module('rotp_vision.models.rotp_resnet')
-    assert timm.list_pretrained('resnet18_rotp*') == before
 
 
 @pytest.mark.parametrize('name', NAMES)

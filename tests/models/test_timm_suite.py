@@ -16,9 +16,8 @@ def suite(tmp_path_factory):
     """The source release of timm, unpacked outside the repository."""
     place = tmp_path_factory.mktemp('timm')
     download = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--no-binary', ':all:']
-    done = subprocess.run(
-        [*download, f'timm=={timm.__version__}', '--dest', str(place)], capture_output=True, text=True, timeout=300
-    )
+    command = ['timeout', '300', *download, f'timm=={timm.__version__}', '--dest', str(place)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f'the source release of timm {timm.__version__} could not be fetched: {done.stderr[-300:]}')
     with tarfile.open(next(place.glob('*.tar.gz'))) as archive:

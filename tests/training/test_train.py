@@ -59,7 +59,9 @@ def test_two_processes_follow_the_same_curve(tmp_path, single):
     assert done.returncode == 0, done.stderr[-3000:]
     assert '8 = 2 processes × 1 × 4' in done.stdout
     assert done.stdout.count('Learned weights') == 1  # one process speaks
-    assert losses(run) == pytest.approx(losses(single), abs=1e-5)
+    # Stage 2 reads maps from the cache, in float16: of such a map any value may be rounded the other way.
+    assert losses(run)[:4] == pytest.approx(losses(single)[:4], abs=2e-6)
+    assert losses(run)[4:] == pytest.approx(losses(single)[4:], abs=1e-4)
     assert [row['images'] for row in metrics(run)] == ['19', '19']  # 10 and 9, none twice
     for ours, theirs in zip(metrics(run), metrics(single), strict=True):
         assert float(ours['loss']) == pytest.approx(float(theirs['loss']), abs=1e-4)
@@ -67,7 +69,7 @@ def test_two_processes_follow_the_same_curve(tmp_path, single):
 
 def test_a_finished_run_has_all_it_promises(single):
     for name in ('curves.png', 'weights.png', 'looked.png'):
-        assert Image.open(single.output / name).size > (100, 100)
+        assert min(Image.open(single.output / name).size) > 100
     assert 'native pooling' in single.text
     assert 'ROTP sinkhorn' in single.text
     assert 'global_pool.gain' in single.text
