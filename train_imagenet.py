@@ -77,7 +77,8 @@ def main(args: Sequence[str] | None = None) -> None:
         train, val = open_sources(config.data, config.seed)
         num_classes = len(train.classes)
         check_classes(config, num_classes)
-        steps_per_epoch(len(train), config.global_batch_size)
+        if config.evaluate is None:
+            steps_per_epoch(len(train), config.global_batch_size)
         if not only_looking:
             checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
     except (ValueError, OSError) as error:
@@ -109,7 +110,7 @@ def main(args: Sequence[str] | None = None) -> None:
     # Model, on every process from the same seed
     seed_all(config.seed)
     try:
-        for stage in (config.stage1, config.stage2):
+        for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
             size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
             if (stage.mixup or stage.cutmix) and size % 2:
                 raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')

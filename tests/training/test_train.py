@@ -95,6 +95,12 @@ def test_evaluate_alone_on_checkpoint_and_export(single):
     assert 'there is no checkpoint' in single.text[size:]
 
 
+def test_an_evaluation_takes_a_batch_that_training_could_not(single):
+    # More than the training images, and odd.
+    batch = ('--global_batch_size', '63', '--stage1.accumulation', '2', '--stage1.mixup', '0.2')
+    assert single.run('--evaluate', str(single.output / 'export'), *batch) == 0, single.text
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     run = Run(tmp_path, GROUP_NORM)
     assert run.run('--dry-run') == 0, run.text
