@@ -116,7 +116,7 @@ def main(args: Sequence[str] | None = None) -> None:
                 raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
         with accelerator.main_process_first():
             if config.evaluate is not None:
-                model = load_for_evaluation(config.evaluate, config.model, num_classes)
+                model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
             else:
                 model = build_model(config.model, num_classes)
                 check_stages(config, model)

@@ -175,8 +175,8 @@ class RunConfig:
         resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
             that checkpoint.
         dry_run: print the plan and a time estimate from a few steps, write nothing.
-        evaluate: only evaluate: a checkpoint directory, an exported directory or a weights file; `model` for the
-            network as configured.
+        evaluate: only evaluate: a checkpoint directory, an exported directory, or a weights file of the configured
+            network, native or with the configured pooling; `model` for the network as configured.
         seed: of initial weights, order, augmentation and the generated images.
         global_batch_size: images per optimizer step over all processes; the same run on any number of processes.
         mixed_precision: auto takes what the launcher says.

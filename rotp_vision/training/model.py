@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import timm
@@ -55,8 +56,12 @@ def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
     return convert(model, config.options, config.where, start=None)  # the options say where it starts
 
 
-def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.Module:
-    """The network of a checkpoint of a run, of an exported directory or of a weights file for the configured model."""
+def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
+    """The network of a checkpoint of a run, of an exported directory or of a weights file.
+
+    The directories know what they are of. A file is of the configured network, with the configured pooling where it has
+    more weights than the native network.
+    """
     place = Path(path)
     if path == 'model':
         return build_model(config, num_classes)
@@ -73,7 +78,18 @@ def load_for_evaluation(path: str, config: ModelConfig, num_classes: int) -> nn.
         if getattr(model, 'num_classes', num_classes) != num_classes:
             raise ValueError(f'{path} has {model.num_classes} classes but the data has {num_classes}')
         return model
-    return build_model(replace(config, pretrained=False, checkpoint=path), num_classes)
+    state = load_weights(place)
+    model = build_model(replace(config, pretrained=False, checkpoint=None), num_classes)
+    try:
+        if state.keys() - model.state_dict().keys():
+            model = convert_model(model, pool)
+        model.load_state_dict(state)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f'{path} does not fit the configured network and pooling ({shorten(str(error), 300, placeholder=" …")}): '
+            'give the settings of its run, or the directory of the checkpoint or export, which knows them'
+        ) from error
+    return model
 
 
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -27,7 +27,7 @@ def test_weights_from_every_kind_of_file(tmp_path, trained):
     for path in (tmp_path / 'a.safetensors', tmp_path / 'b.pth', directory):
         model = build_model(ModelConfig(TINY.name, checkpoint=str(path), kwargs=TINY.kwargs), 5)
         assert model.eval()(IMAGES).equal(expected)
-        assert load_for_evaluation(str(path), TINY, 5).eval()(IMAGES).equal(expected)
+        assert load_for_evaluation(str(path), TINY, PoolConfig(), 5).eval()(IMAGES).equal(expected)
 
 
 def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, trained):
@@ -39,14 +39,30 @@ def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, tra
     )
     rotp_vision.save_pretrained(model, tmp_path / 'export', model_args=TINY.kwargs)
     for path in (directory, tmp_path / 'export'):
-        assert load_for_evaluation(str(path), ModelConfig('resnet18'), 5).eval()(IMAGES).equal(expected)
+        assert load_for_evaluation(str(path), ModelConfig('resnet18'), PoolConfig(), 5).eval()(IMAGES).equal(expected)
+
+
+def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path):
+    pool = PoolConfig({'solver': 'badmm-e', 'view': 'rms', 'gain': 'channel'})
+    model = convert_model(build_model(TINY, 5), pool).eval()
+    save_file(model.state_dict(), tmp_path / 'a.safetensors')
+    path = str(tmp_path / 'a.safetensors')
+    assert load_for_evaluation(path, TINY, pool, 5).eval()(IMAGES).equal(model(IMAGES))
+    for config, other, classes in (
+        (TINY, PoolConfig(), 5),
+        (TINY, pool, 6),
+        (ModelConfig('resnet18'), pool, 5),
+        (ModelConfig('test_vit'), pool, 5),  # whose class token is not converted
+    ):
+        with pytest.raises(ValueError, match=r'does not fit the configured .*: give the settings of its run'):
+            load_for_evaluation(path, config, other, classes)
 
 
 def test_the_moving_average_is_what_is_evaluated(tmp_path, trained):
     ema = {key: value + 1 if value.is_floating_point() else value for key, value in trained.state_dict().items()}
     config = to_dict(RunConfig(model=TINY))
     directory = save_checkpoint(tmp_path, Progress(), config, trained.state_dict(), {'ema': ema}, 2)
-    found = load_for_evaluation(str(directory), TINY, 5)
+    found = load_for_evaluation(str(directory), TINY, PoolConfig(), 5)
     assert found.fc.weight.equal(ema['fc.weight'])
 
 

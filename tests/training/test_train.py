@@ -84,10 +84,11 @@ def test_a_finished_run_has_all_it_promises(single):
     assert rows[0]['value'] != rows[len(rows) // 2]['value']
 
 
-def test_evaluate_alone_on_checkpoint_and_export(single):
+def test_evaluate_alone_on_checkpoint_export_and_file(single):
     final = single.text.split('ROTP sinkhorn')[-1].split('│')[1].strip()
     size = len(single.text)
-    for target in (single.output / 'export', single.checkpoints[-1]):
+    checkpoint = single.checkpoints[-1]
+    for target in (single.output / 'export', checkpoint, checkpoint / 'model.safetensors'):
         assert single.run('--evaluate', str(target)) == 0, single.text
         assert f'{final} ' in single.text[size:]
         size = len(single.text)
