@@ -37,11 +37,23 @@ class Shard(NamedTuple):
     processes: int
 
 
+def preprocessing(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
+    """How evaluation sees an image, in timm's words: of `create_transform` and of a model's `pretrained_cfg`."""
+    return {
+        'input_size': (3, config.image_size, config.image_size),
+        'interpolation': 'bicubic',
+        'crop_pct': config.crop_pct,
+        'crop_mode': 'center',
+        'mean': mean,
+        'std': std,
+    }
+
+
 def transforms(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Transform, Transform]:
     """timm's transforms for training and for evaluation."""
-    common: dict[str, Any] = {'input_size': config.image_size, 'mean': mean, 'std': std, 'interpolation': 'bicubic'}
+    evaluation = preprocessing(config, mean, std)
     train = create_transform(
-        **common,
+        **evaluation,
         is_training=True,
         scale=config.scale,
         ratio=config.ratio,
@@ -50,7 +62,7 @@ def transforms(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ..
         auto_augment=config.auto_augment,
         re_prob=config.random_erasing,
     )
-    return train, create_transform(**common, crop_pct=config.crop_pct)  # type: ignore[return-value]
+    return train, create_transform(**evaluation)  # type: ignore[return-value]
 
 
 def apply_seeded(transform: Transform, image: Any, *seeds: int) -> Tensor:

@@ -1,5 +1,6 @@
 """What a person gets to see of a run: its plan, and at the end tables, pictures and the exported model."""
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,13 +14,19 @@ from rotp_vision.hub import TORCHVISION, save_pretrained
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
-from rotp_vision.training.config import ModelConfig, PoolConfig, StageConfig
-from rotp_vision.training.data import ValImages, split_batch
+from rotp_vision.training.checkpoint import write_atomically
+from rotp_vision.training.config import PoolConfig, RunConfig, StageConfig
+from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
 from rotp_vision.training.run import Run
 from rotp_vision.training.sources import StreamSource
 
 NATIVE = 'native pooling'
+
+# Of what timm publishes with weights, an export keeps what is true of any weights of the network, and the terms and
+# sources of those that the run began with; not their tag, labels or sizes.
+OF_THE_NETWORK = ('first_conv', 'classifier', 'fixed_input_size', 'min_input_size')
+OF_THE_BEGINNING = ('license', 'origin_url', 'paper_name', 'paper_ids')
 
 
 def pool_title(config: PoolConfig) -> str:
@@ -70,21 +77,41 @@ def finish(run: Run, model: nn.Module) -> None:
         pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
     run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
     run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
-    run.console.print(f'load it:  {_export(model, run.config.model, output / "export")}', soft_wrap=True, markup=False)
+    run.console.print(f'load it:  {export(model, run.config, output / "export")}', soft_wrap=True, markup=False)
 
 
-def _export(model: nn.Module, config: ModelConfig, directory: Path) -> str:
+def export(model: nn.Module, config: RunConfig, directory: Path) -> str:
     """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
+    name, kwargs = config.model.name, config.model.kwargs
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
     if rot_pools(model):
-        base = config.name if config.name.startswith(TORCHVISION) else None
-        save_pretrained(model, directory, base=base, model_args=config.kwargs, force=True)
-        return f"rotp_vision.load_pretrained('{directory}')"
-    if config.name.startswith(TORCHVISION):
+        save_pretrained(
+            model, directory, base=name if name.startswith(TORCHVISION) else None, model_args=kwargs, force=True
+        )
+        line = f"rotp_vision.load_pretrained('{directory}')"
+    elif name.startswith(TORCHVISION):
         save_file(model.state_dict(), directory.with_suffix('.safetensors'))
         return f"--model.checkpoint '{directory.with_suffix('.safetensors')}'"
-    timm.models.save_for_hf(model, str(directory), model_args=config.kwargs, safe_serialization=True)  # type: ignore
-    return f"timm.create_model('local-dir:{directory}', pretrained=True)"
+    else:
+        timm.models.save_for_hf(model, str(directory), model_args=kwargs, safe_serialization=True)  # type: ignore
+        line = f"timm.create_model('local-dir:{directory}', pretrained=True)"
+    _describe(directory / 'config.json', model, config)
+    return line
+
+
+def _describe(path: Path, model: nn.Module, config: RunConfig) -> None:
+    """Has an export's config.json say what the run saw and trained; it was what timm publishes with that name."""
+    written = json.loads(path.read_text())
+    published = written['pretrained_cfg']
+    kept = OF_THE_NETWORK
+    if config.model.pretrained and config.model.checkpoint is None:
+        kept += OF_THE_BEGINNING
+    written['pretrained_cfg'] = {
+        **{key: published[key] for key in kept if key in published},
+        **preprocessing(config.data, *normalization(model)),
+        'num_classes': written['num_classes'],
+    }
+    write_atomically(path, json.dumps(written, indent=2))
 
 
 def _picture_where_looked(run: Run, model: nn.Module, pools: Mapping[str, nn.Module]) -> list[str]:
