@@ -1,10 +1,13 @@
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from rotp_vision.training.config import RunConfig, changes, check_config, parse_config, to_dict
 
-CONFIGS = sorted((Path(__file__).resolve().parents[2] / 'configs').glob('*.yaml'))
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted((ROOT / 'configs').glob('*.yaml'))
 
 
 def refused(capsys, *args):
@@ -97,3 +100,11 @@ def test_shipped_configs_parse(file):
         assert (config.stage2.epochs, config.stage2.lr, config.stage2.train) == (10, 0.001, 'pool')
         assert config.global_batch_size == 256
         assert config.model.name == file.stem.removeprefix('paper_')
+
+
+def test_the_commands_of_the_readme_are_complete(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r'^.*train_imagenet\.py (--.*)$', Path('README.md').read_text(), re.MULTILINE)
+    assert commands
+    for command in commands:
+        parse_config(shlex.split(command, comments=True))
