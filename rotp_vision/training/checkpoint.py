@@ -137,7 +137,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 def clear_leftovers(output: Path) -> None:
     """Removes what a run that was killed left half made, or half removed, in its directory; all of it is hidden."""
-    for pattern in ('.*.tmp', '.export.*', 'checkpoints/.stage*'):
+    for pattern in ('.*.tmp', '.export.*', 'export/.*.tmp', 'checkpoints/.stage*'):
         for path in output.glob(pattern):
             if path.is_dir():
                 shutil.rmtree(path)

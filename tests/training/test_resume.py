@@ -63,13 +63,14 @@ def without_time(run, name):
         return [{key: value for key, value in row.items() if key not in TIMED} for row in csv.DictReader(file)]
 
 
-def test_killed_five_times_ends_with_the_same_weights(tmp_path, uninterrupted):
+def test_killed_six_times_ends_with_the_same_weights(tmp_path, uninterrupted):
     moments = [
         ('checkpoints/.stage1-epoch0001-step000002.tmp/manifest.json', 1),  # written, not yet whole
         ('checkpoints/.stage1-epoch0000-step000004.old', 1),  # taken away, not yet removed
         ('weights.csv', 4),  # the first lines of stage 2
         ('checkpoints/stage2-epoch0001-step000002', 1),  # the best and the last are there, this one is to go
         ('.export.', 3),
+        ('export/.config.json.tmp', 2),
     ]
     assert_same(killed(tmp_path, moments), uninterrupted)
 
