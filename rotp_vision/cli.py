@@ -173,10 +173,16 @@ def _convert(args: argparse.Namespace):
     print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
 
 
+# What JSON and YAML write otherwise than Python.
+_WORDS = {'true': True, 'false': False, 'null': None}
+
+
 def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition('=')
     if not equals:
         raise ValueError(f'--set takes OPTION=VALUE, got {text!r}')
+    if value in _WORDS:
+        return name, _WORDS[value]
     try:
         return name, ast.literal_eval(value)
     except (ValueError, SyntaxError):

@@ -59,6 +59,14 @@ def test_convert_with_options_and_calibration(place, capsys):
     assert (pool.options.solver, pool.options.modules) == ('badmm-e', 2)
 
 
+@pytest.mark.parametrize(('word', 'coupled'), [('true', True), ('True', True), ('false', False), ('False', False)])
+def test_set_reads_booleans(place, tmp_path, word, coupled):
+    command = ['convert', '--model', 'test_resnet', '--pool', 'badmm-e', '--set', f'coupled={word}']
+    assert run(*command, '--set', 'prior_width=null', '--output', tmp_path / 'new') == 0
+    (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
+    assert pool.options.coupled is coupled
+
+
 def test_inspect(place, saved, capsys):
     assert run('inspect', '--model', saved) == 0
     shown = capsys.readouterr().out
@@ -88,6 +96,8 @@ def test_verify_and_revert(place, saved, capsys):
         (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near: test_resnet'),
         (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
         (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
+        (['convert', '--model', 'test_resnet', '--set', 'implicit=no', '--output', '{place}/new'],
+         "implicit must be true or false, got 'no'"),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
         (['convert', '--model', 'test_vit', '--output', '{place}/new'], 'class token'),
         (['convert', '--model', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model'),

@@ -94,7 +94,11 @@ class PoolOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f'{name} must be a positive integer, got {value!r}')
-        if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or self.structure < 0:
+        for name in ('implicit', 'coupled'):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f'{name} must be true or false, got {value!r}')
+        if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         if self.implicit and self.solver != 'sinkhorn':
             raise ValueError("implicit is an option of solver 'sinkhorn'")
@@ -115,7 +119,9 @@ class PoolOptions:
             )
         for name, value in starting.items():
             values = value if isinstance(value, Sequence) else [value]
-            if not all(isinstance(v, (int, float)) and 0 < v < float('inf') for v in values):
+            if not all(
+                isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < float('inf') for v in values
+            ):
                 raise ValueError(f'{name} must be positive and finite, got {value!r}')
             if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
                 raise ValueError(
