@@ -102,6 +102,8 @@ class PoolOptions:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         if self.implicit and self.solver != 'sinkhorn':
             raise ValueError("implicit is an option of solver 'sinkhorn'")
+        if self.implicit and self.backend == 'reference':
+            raise ValueError("implicit is done by an operator, which backend='reference' does without; use 'auto'")
         if self.coupled and self.solver == 'sinkhorn':
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
         if self.coupled and self.modules < 3:

@@ -58,6 +58,7 @@ def test_options_from_every_form_and_back():
         ({'coupled': 'false'}, "coupled must be true or false, got 'false'"),
         ({'coupled': 1}, 'coupled must be true or false, got 1'),
         ({'solver': 'sinkhorn', 'implicit': 'no'}, "implicit must be true or false, got 'no'"),
+        ({'solver': 'sinkhorn', 'implicit': True, 'backend': 'reference'}, "implicit is .* use 'auto'"),
         ({'num_modules': 0}, 'num_modules must be a positive integer, got 0'),
         ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
         ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
