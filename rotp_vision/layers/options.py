@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName
@@ -17,6 +18,7 @@ PAPER_START = 0.6931471805599453
 # Temperatures at which pooling is all but average pooling: large against the spread of what the plan sees. A raw map
 # of a trained network reaches a few hundred; x / rms at most sqrt(N); log x spans about ten.
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
+_WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 
 
 @dataclass(frozen=True)
@@ -92,14 +94,19 @@ class PoolOptions:
                 raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
         for name in ('num_modules', 'num_inner', 'prior_width'):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f'{name} must be a positive integer, got {value!r}')
+            if value is not None or name == 'num_inner':
+                self._set(name, _positive_integer(name, value))
         for name in ('implicit', 'coupled'):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f'{name} must be true or false, got {value!r}')
-        if isinstance(self.structure, bool) or not isinstance(self.structure, (int, float)) or not self.structure >= 0:
+        if not _is_number(self.structure) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
+        self._set('structure', float(self.structure))
+        for name in _WEIGHTS:
+            value = getattr(self, name)
+            if value is not None:
+                self._set(name, _numbers(name, value))
         if self.implicit and self.solver != 'sinkhorn':
             raise ValueError("implicit is an option of solver 'sinkhorn'")
         if self.implicit and self.backend == 'reference':
@@ -109,11 +116,7 @@ class PoolOptions:
         if self.coupled and self.modules < 3:
             raise ValueError(f'coupled needs num_modules of at least 3 for its penalties to act, got {self.modules}')
         starting = self.starting_weights()
-        unread = [
-            name
-            for name in ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
-            if getattr(self, name) is not None and name not in starting
-        ]
+        unread = [name for name in _WEIGHTS if getattr(self, name) is not None and name not in starting]
         if unread:
             raise ValueError(
                 f'{", ".join(unread)} has no effect with solver={self.solver!r}, coupled={self.coupled}, '
@@ -121,15 +124,17 @@ class PoolOptions:
             )
         for name, value in starting.items():
             values = value if isinstance(value, Sequence) else [value]
-            if not all(
-                isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < float('inf') for v in values
-            ):
+            if not all(0 < v < float('inf') for v in values):
                 raise ValueError(f'{name} must be positive and finite, got {value!r}')
             if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
                 raise ValueError(
                     f'{name} must be one number, or {self.modules} numbers, one per module, when learn is not '
                     f"'shared'; got {value!r} with learn={self.learn!r}"
                 )
+
+    def _set(self, name: str, value: Any):
+        """Let a field of this frozen object be what was given as plain Python has it, ready for JSON and YAML."""
+        object.__setattr__(self, name, value)
 
     @property
     def modules(self) -> int:
@@ -194,6 +199,30 @@ def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, *
     merged = base | changes
     _refuse_unknown(merged)
     return PoolOptions(**merged)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer of Python or NumPy; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _positive_integer(name: str, value: Any) -> int:
+    if not is_integer(value) or value < 1:
+        raise ValueError(f'{name} must be a positive integer, got {value!r}')
+    return int(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _numbers(name: str, value: Any) -> float | list[float]:
+    """A weight's number, or its numbers by module."""
+    if _is_number(value):
+        return float(value)
+    if not isinstance(value, Sequence) or not all(_is_number(v) for v in value):
+        raise ValueError(f'{name} must be a number, or a list of numbers, one per module, got {value!r}')
+    return [float(v) for v in value]
 
 
 def _refuse_unknown(names: Mapping[str, Any]):

@@ -1,7 +1,9 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from rotp_vision import PoolOptions, pool_options
 from rotp_vision.layers.options import PAPER_START
@@ -42,6 +44,14 @@ def test_options_from_every_form_and_back():
         options.solver = 'badmm-e'  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_numbers_of_numpy_become_pythons():
+    given = {'num_modules': np.int64(2), 'structure': np.float16(0.5), 'smoothness': np.float32(1), 'num_inner': 5}
+    options = PoolOptions('sinkhorn', **given, proximal=(np.float64(1), 2))
+    written = json.loads(json.dumps(options.to_dict()))
+    assert written == {'solver': 'sinkhorn', **given, 'proximal': [1.0, 2.0]}
+    assert pool_options(written) == options
+
+
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
@@ -54,11 +64,19 @@ def test_options_from_every_form_and_back():
         ({'structure': -0.1}, 'structure must be a number that is positive, or zero'),
         ({'structure': float('nan')}, 'structure must be a number that is positive, or zero for none, got nan'),
         ({'structure': float('inf')}, 'structure must be positive and finite'),
-        ({'smoothness': True}, 'smoothness must be positive and finite, got True'),
+        ({'smoothness': True}, 'smoothness must be a number, or a list of numbers, one per module, got True'),
         ({'coupled': 'false'}, "coupled must be true or false, got 'false'"),
         ({'coupled': 1}, 'coupled must be true or false, got 1'),
         ({'solver': 'sinkhorn', 'implicit': 'no'}, "implicit must be true or false, got 'no'"),
         ({'solver': 'sinkhorn', 'implicit': True, 'backend': 'reference'}, "implicit is .* use 'auto'"),
+        ({'smoothness': torch.ones(4)}, 'smoothness must be a number, or a list of numbers, .* got tensor'),
+        ({'smoothness': [torch.tensor(1.0)] * 4}, 'smoothness must be a number, or a list of numbers'),
+        ({'smoothness': np.ones(4)}, 'smoothness must be a number, or a list of numbers, .* got array'),
+        ({'smoothness': '1'}, "smoothness must be a number, or a list of numbers, .* got '1'"),
+        ({'structure': torch.tensor(0.1)}, 'structure must be a number'),
+        ({'step': np.float32(-1)}, 'step must be positive and finite, got -1.0'),
+        ({'num_modules': torch.tensor(3)}, 'num_modules must be a positive integer, got tensor'),
+        ({'solver': 'sinkhorn', 'num_inner': None}, 'num_inner must be a positive integer, got None'),
         ({'num_modules': 0}, 'num_modules must be a positive integer, got 0'),
         ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
         ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
