@@ -1,6 +1,6 @@
 """Local pooling over windows, in place of max or average pooling."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from rotp_vision.core import Windows, has_window_kernel, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
-from rotp_vision.layers.options import PoolOptions
+from rotp_vision.layers.options import PoolOptions, is_integer
 from rotp_vision.layers.weights import VIEW_FLOOR
 
 # Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
@@ -227,8 +227,8 @@ class LocalROTPool2d(ROTPool):
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
 
 
-def _pair(name: str, value: int | tuple[int, int], least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
-    if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
+def _pair(name: str, value: Any, least: int) -> tuple[int, int]:
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
+    if len(pair) != 2 or not all(is_integer(v) and v >= least for v in pair):
         raise ValueError(f'{name} must be one or two integers of at least {least}, got {value!r}')
-    return pair[0], pair[1]
+    return int(pair[0]), int(pair[1])

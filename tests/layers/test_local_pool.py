@@ -1,5 +1,6 @@
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -98,6 +99,19 @@ def test_unbatched_and_bad_input():
         LocalROTPool2d(kernel_size=0)
     with pytest.raises(ValueError, match='stride must be one or two integers'):
         LocalROTPool2d(kernel_size=2, stride=(1, 2, 3))
+
+
+@pytest.mark.parametrize('name', ['kernel_size', 'stride', 'padding', 'dilation'])
+@pytest.mark.parametrize('value', [2.5, True, (2, 1.0), '2', np.ones(2)])
+def test_sizes_are_integers(name, value):
+    with pytest.raises(ValueError, match=f'{name} must be one or two integers of at least [01], got'):
+        LocalROTPool2d(**{'kernel_size': 2, name: value})
+
+
+def test_sizes_of_numpy():
+    pool = LocalROTPool2d(kernel_size=np.int64(2), stride=[np.int32(1), 1])
+    assert (pool.kernel_size, pool.stride) == ((2, 2), (1, 1))
+    assert {type(size) for size in pool.kernel_size + pool.stride} == {int}
 
 
 def test_training_memory_is_bounded():
