@@ -117,11 +117,17 @@ class PoolOptions:
             raise ValueError(f'coupled needs num_modules of at least 3 for its penalties to act, got {self.modules}')
         starting = self.starting_weights()
         unread = [name for name in _WEIGHTS if getattr(self, name) is not None and name not in starting]
+        if self.solver != 'sinkhorn' and self.num_inner != PoolOptions.num_inner:
+            unread.append('num_inner')
         if unread:
             raise ValueError(
                 f'{", ".join(unread)} has no effect with solver={self.solver!r}, coupled={self.coupled}, '
                 f'{self.modules} module(s); leave it out, or choose a solver that reads it'
             )
+        if self.structure == 0 and self.similarity != PoolOptions.similarity:
+            raise ValueError('similarity has no effect without structural term; leave it out, or give structure')
+        if self.prior == 'uniform' and self.prior_width is not None:
+            raise ValueError("prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'")
         for name, value in starting.items():
             values = value if isinstance(value, Sequence) else [value]
             if not all(0 < v < float('inf') for v in values):

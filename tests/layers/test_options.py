@@ -44,6 +44,12 @@ def test_options_from_every_form_and_back():
         options.solver = 'badmm-e'  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def test_what_has_no_effect_may_be_given_as_it_is():
+    """All options as written beside a network, read back."""
+    options = PoolOptions('badmm-q')
+    assert pool_options(dataclasses.asdict(options)) == options
+
+
 def test_numbers_of_numpy_become_pythons():
     given = {'num_modules': np.int64(2), 'structure': np.float16(0.5), 'smoothness': np.float32(1), 'num_inner': 5}
     options = PoolOptions('sinkhorn', **given, proximal=(np.float64(1), 2))
@@ -81,6 +87,9 @@ def test_numbers_of_numpy_become_pythons():
         ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
         ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
         ({'solver': 'sinkhorn', 'step': 1.0}, "step has no effect with solver='sinkhorn'"),
+        ({'num_inner': 50}, "num_inner has no effect with solver='badmm-e'"),
+        ({'similarity': 'cosine'}, 'similarity has no effect without structural term; leave it out, or give structure'),
+        ({'prior_width': 4}, "prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'"),
         ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
         ({'coupled': True, 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
         ({'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
