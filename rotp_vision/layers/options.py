@@ -25,8 +25,8 @@ _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal
 class PoolOptions:
     """Options of an ROTP layer. The defaults are the paper's ImageNet setting.
 
-    A weight is the positive value that it starts at; None leaves it to `start`. See MATH in the README for the
-    objective they belong to.
+    A weight is the positive value that it starts at; None leaves it to `start`. The README has the objective that
+    they belong to, under "What it solves".
 
     Attributes:
         solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
