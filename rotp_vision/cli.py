@@ -121,6 +121,8 @@ def _load(args: argparse.Namespace) -> nn.Module:
                 "go with a network's name"
             )
         return load_pretrained(args.model)
+    if args.num_classes is not None and args.num_classes < 0:
+        raise ValueError(f'--num-classes must be positive, or 0 for no classifier, got {args.num_classes}')
     kwargs: dict[str, Any] = {} if args.num_classes is None else {'num_classes': args.num_classes}
     from_hub = args.model.startswith('hf-hub:')
     if args.checkpoint and (args.pretrained or from_hub):

@@ -98,6 +98,8 @@ def test_verify_and_revert(place, saved, capsys):
         (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
         (['convert', '--model', 'test_resnet', '--set', 'implicit=no', '--output', '{place}/new'],
          "implicit must be true or false, got 'no'"),
+        (['convert', '--model', 'test_resnet', '--num-classes', '-3', '--output', '{place}/new'],
+         '--num-classes must be positive, or 0 for no classifier, got -3'),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
         (['convert', '--model', 'test_vit', '--output', '{place}/new'], 'class token'),
         (['convert', '--model', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model'),
