@@ -30,7 +30,7 @@ from rotp_vision.hub import (
     save_pretrained,
     write_state_dict,
 )
-from rotp_vision.layers import pool_options
+from rotp_vision.layers import PoolOptions, pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
 from rotp_vision.surgery.convert import DEFAULT
 from rotp_vision.visualize import visualize
@@ -53,7 +53,12 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
     _add_source(command)
-    command.add_argument('--pool', default=DEFAULT.solver, help='sinkhorn (default), badmm-e or badmm-q')
+    command.add_argument(
+        '--pool',
+        default=DEFAULT.solver,
+        help=f'{DEFAULT.solver} (default), which comes with view={DEFAULT.view} and gain={DEFAULT.gain}, or badmm-e or '
+        f'badmm-q, which come with view={PoolOptions.view} and gain={PoolOptions.gain}; --set changes these',
+    )
     command.add_argument(
         '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=rms --set step=5'
     )

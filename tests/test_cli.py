@@ -67,6 +67,16 @@ def test_set_reads_booleans(place, tmp_path, word, coupled):
     assert pool.options.coupled is coupled
 
 
+@pytest.mark.parametrize('solver', ['sinkhorn', 'badmm-e', 'badmm-q'])
+def test_help_says_what_a_pool_stands_for(tmp_path, capsys, solver):
+    assert run('convert', '--model', 'test_resnet', '--pool', solver, '--output', tmp_path / 'new') == 0
+    (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
+    with pytest.raises(SystemExit):
+        run('convert', '--help')
+    said = ' '.join(capsys.readouterr().out.split())
+    assert re.search(rf'{solver}[^,]*, which comes? with view={pool.options.view} and gain={pool.options.gain}', said)
+
+
 def test_inspect(place, saved, capsys):
     assert run('inspect', '--model', saved) == 0
     shown = capsys.readouterr().out
