@@ -255,9 +255,14 @@ def _verify(args: argparse.Namespace):
 
 def _visualize(args: argparse.Namespace):
     files: list[Path] = []
-    for name in args.images:
-        files += ImageFiles(name, None, args.limit).files if Path(name).is_dir() else [Path(name)]
-    for path in visualize(load_pretrained(args.model), files, args.output, class_index=args.class_index):
+    titles: list[str] = []
+    for name in map(Path, args.images):
+        found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
+        files += found
+        # Files of class folders often have the same names: their folders tell them apart.
+        titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
+    model = load_pretrained(args.model)
+    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index):
         print(f'wrote {path}')
 
 

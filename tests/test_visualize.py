@@ -160,6 +160,8 @@ def test_bad_input(tmp_path):
         pool_maps(model, images(height=7, width=5))
     with pytest.raises(ValueError, match='images must name at least one'):
         visualize(net(GlobalROTPool2d()), [], tmp_path)
+    with pytest.raises(ValueError, match='titles must name every image, got 2 for 1'):
+        visualize(net(GlobalROTPool2d()), ['one.jpg'], tmp_path, titles=['one', 'two'])
 
 
 # Files

@@ -33,6 +33,7 @@ def visualize(
     images: Iterable[str | Path],
     output: str | Path,
     *,
+    titles: Sequence[str] | None = None,
     class_index: int | None = None,
     class_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
@@ -46,6 +47,7 @@ def visualize(
         model: with one global ROT pool. Runs where it is, in its precision.
         images: image files.
         output: directory, made if it is not there.
+        titles: what the images are called; None for the names of their files.
         class_index: the class that evidence is for; None for the one predicted.
         class_names: what the classes are called.
         data_config: changes to how timm prepares images for this model: input_size, mean, std, crop_pct, …
@@ -56,21 +58,24 @@ def visualize(
     paths = [Path(image) for image in images]
     if not paths:
         raise ValueError('images must name at least one image file, got none')
+    titles = [path.name for path in paths] if titles is None else titles
+    if len(titles) != len(paths):
+        raise ValueError(f'titles must name every image, got {len(titles)} for {len(paths)}')
     names = None if class_names is None else list(class_names)
     config = resolve_data_config(dict(data_config or {}), model=model)
     transform: Any = create_transform(**config, is_training=False)
     like = next(model.parameters())
     rows, sections = [], []
     maps = None
-    for path in paths:
+    for path, title in zip(paths, titles, strict=True):
         with Image.open(path) as image:
             x = transform(image.convert('RGB')).unsqueeze(0)
         maps = pool_maps(model, x.to(like))
         seen = _displayed(x[0], config['mean'], config['std'])
         found = None if maps.classifier is None else evidence(maps, class_index)
-        row = _draw_row(path.name, seen, maps, found, names)
+        row = _draw_row(title, seen, maps, found, names)
         rows.append(row)
-        sections.append(_section(path.name, row, maps.logits[0], names))
+        sections.append(_section(title, row, maps.logits[0], names))
     assert maps is not None
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
