@@ -1,5 +1,6 @@
 """Finding the pools of a model by what they do when it runs."""
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
@@ -114,20 +116,9 @@ def _time(trace: Trace, path: str) -> int:
 
 
 def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[int, FoundPool]]:
-    last = [call for call in trace.calls if call.time > trace.last_spatial]
-    modules = [call for call in last if not call.method and _is_pool(call)]
-    outermost = [call for call in modules if not any(_inside(call.path, other.path) for other in modules)]
-    functions = [
-        call
-        for call in last
-        if call.method
-        and not any(call.path == other.path or _inside(call.path, other.path) for other in modules)
-        and not inside_rot_pool(model, call.path)
-    ]
-    candidates = sorted(outermost + functions, key=lambda call: call.time)
-    pools = [call for call in candidates if not call.method or _probe(call.run, call.input_shape)[1] != 'other']
+    candidates, pools = _candidates(model, trace)
     if not pools:
-        return [(trace.time, _no_pool(model, trace, candidates))]
+        return [(trace.time, _no_pool(model, trace, inputs, candidates))]
     in_methods = sum(bool(call.method) for call in pools)
     found = {}
     for call in pools:
@@ -142,6 +133,24 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
             )
         found[pool.path] = call.time, pool
     return list(found.values())
+
+
+def _candidates(model: nn.Module, trace: Trace) -> tuple[list[Call], list[Call]]:
+    """What might make one vector of a map, and those of it that pool."""
+    last = [call for call in trace.calls if call.time > trace.last_spatial]
+    modules = [call for call in last if not call.method and _is_pool(call)]
+    outermost = [call for call in modules if not any(_inside(call.path, other.path) for other in modules)]
+    functions = [
+        call
+        for call in last
+        if call.method
+        and not any(call.path == other.path or _inside(call.path, other.path) for other in modules)
+        and not inside_rot_pool(model, call.path)
+    ]
+    candidates = sorted(outermost + functions, key=lambda call: call.time)
+    return candidates, [
+        call for call in candidates if not call.method or _probe(call.run, call.input_shape)[1] != 'other'
+    ]
 
 
 def _inside(path: str, other: str) -> bool:
@@ -260,7 +269,7 @@ def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
     return not own and getattr(model, 'num_classes', None) == call.input_shape[1]
 
 
-def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPool:
+def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Call]) -> FoundPool:
     """What stands in the place of a global pool, and why it is none."""
     attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
     idle = [(path, module) for _, path, module, shape, _ in trace.ran if _pools_one_pixel(module, shape)]
@@ -272,9 +281,10 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         reason = 'the model pools by attention, which has weights of its own: there is no mean to replace'
     elif getattr(model, 'global_pool', '') == 'token' or (last is not None and last.name == '__getitem__'):
         path, old = '' if last is None else last.path, 'class token'
-        reason = (
-            'the classifier reads a class token: nothing is pooled. Create the model with global_pool="avg" if its '
-            'weights allow it'
+        reason = 'the classifier reads a class token: ' + (
+            'nothing is pooled. Create the model with global_pool="avg" if its weights allow it'
+            if _can_pool(model, inputs)
+            else 'a model that classifies from it has no pooling to replace'
         )
     elif idle:
         path, old = idle[-1][0], _readable(idle[-1][1])
@@ -295,6 +305,23 @@ def _no_pool(model: nn.Module, trace: Trace, candidates: list[Call]) -> FoundPoo
         path, old = last.path, f'{last.name or native_class(last.module).__name__}'
         reason = f'{old} is neither the mean nor the maximum over the positions of one map'
     return FoundPool(path, kind, old, shape, '', 'flatten', False, reason)
+
+
+def _can_pool(model: nn.Module, inputs: tuple) -> bool:
+    """Whether a timm model that reads its class token pools when it is asked to, by trying it on a copy."""
+    if not hasattr(model, 'reset_classifier'):
+        return False
+    # On the meta device the copy of a large network takes neither memory nor time.
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to('meta'), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
+    try:
+        asked: Any = copy.deepcopy(model, memo)
+        with torch.device('meta'):  # whose new classifier draws no random numbers
+            asked.reset_classifier(asked.num_classes, 'avg')
+        trace = watch(asked, tree_map_only(Tensor, lambda x: x.to('meta'), inputs))
+    except Exception:  # of the model's own making
+        return False
+    return bool(_candidates(asked, trace)[1])
 
 
 def _pools_one_pixel(module: nn.Module, shape: tuple[int, ...] | None) -> bool:
