@@ -154,9 +154,13 @@ def _load_weights(model: nn.Module, args: argparse.Namespace):
         ) from error
 
 
-def _convert(args: argparse.Namespace):
+def _refuse_existing(args: argparse.Namespace):
     if Path(args.output).exists() and not args.force:
         raise ValueError(f'{args.output} exists; choose another --output, or overwrite it with --force')
+
+
+def _convert(args: argparse.Namespace):
+    _refuse_existing(args)
     given = dict(_assignment(text) for text in args.set)
     options = pool_options((DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool}) | given)
     model = _load(args)
@@ -217,6 +221,7 @@ def _inspect(args: argparse.Namespace):
 
 
 def _revert(args: argparse.Namespace):
+    _refuse_existing(args)
     model = revert(load_pretrained(args.model))
     print(f'wrote {write_state_dict(model, args.output, force=args.force)}')
 

@@ -125,6 +125,8 @@ def test_verify_and_revert(place, saved, capsys):
         (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'weights of its own'),
         (['convert', '--model', 'torchvision:resnet18', '--calibrate', '{place}/images', '--output', '{place}/new'],
          'has 3 class folders, the network 1000'),
+        (['revert', '--model', '{place}/converted', '--output', '{place}/native.safetensors'],
+         'exists; choose another --output, or overwrite it with --force'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
     ],
 )  # fmt: skip
