@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import nn
@@ -212,7 +212,8 @@ def _inspect(args: argparse.Namespace):
                 shown = ', '.join(f'{v:.4g}' for v in values[:8]) + (f', … ({len(values)})' if len(values) > 8 else '')
                 print(f'  {name:16} {shown}')
         return
-    table = Table('path', 'kind', 'pools now', 'input', 'can be replaced')
+    columns = ('path', 'kind', 'pools now', 'input', 'can be replaced')
+    table = Table(*(Column(name, overflow='fold') for name in columns))
     for pool in find_pools(model):
         shape = ' × '.join(str(size) for size in pool.input_shape[1:])
         verdict = pool.reason or 'yes'

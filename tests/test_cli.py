@@ -86,6 +86,16 @@ def test_inspect(place, saved, capsys):
     assert 'global' in capsys.readouterr().out
 
 
+def test_inspect_shows_everything_in_a_narrow_window(capsys, monkeypatch):
+    monkeypatch.setenv('COLUMNS', '80')
+    assert run('inspect', '--model', 'test_resnet') == 0
+    rows = [line.split('│') for line in capsys.readouterr().out.splitlines() if line.startswith('│')]
+    shown = ''.join(row[3].strip() for row in rows)
+    assert '…' not in shown
+    for pool in rotp_vision.find_pools(timm.create_model('test_resnet')):
+        assert pool.old.replace(' ', '') in shown.replace(' ', '')
+
+
 def test_verify_and_revert(place, saved, capsys):
     assert run('verify', '--model', saved, '--images', place / 'images', '--workers', 0) == 0
     shown = capsys.readouterr().out
