@@ -133,8 +133,7 @@ def calibrate(
     view = best.view
     assert view is not None
     pool.set_view(view)
-    chosen = _at_temperature(pool.options, view, best.temperature).starting_weights()
-    pool.set_weights(**{name: value for name, value in chosen.items() if isinstance(value, float)})
+    pool.set_weights(**_at_temperature(pool.options, view, best.temperature).starting_weights())
     if pool.gain is not None:
         pool.set_weights(gain=best.gain)
     return Calibration(path, len(targets), average, trials, best)

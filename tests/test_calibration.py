@@ -73,6 +73,30 @@ def test_the_model_is_left_at_the_best_trial_and_otherwise_untouched():
     assert len(report.trials) == 6
 
 
+@pytest.mark.parametrize(
+    ('options', 'penalty'),
+    [
+        ({'solver': 'sinkhorn'}, 1),
+        ({'solver': 'sinkhorn'}, 1.0),
+        ({'solver': 'badmm-e', 'coupled': True}, [1.0, 2.0, 1.0, 1.0]),
+        ({'solver': 'sinkhorn', 'structure': 1}, (1.0, 1.0, 2.0, 1.0)),
+    ],
+)
+def test_what_is_scored_is_what_is_left_whatever_moved_before(options, penalty):
+    torch.manual_seed(0)
+    options = options | {'gain': 'scalar', 'feature_penalty': penalty}
+    model = convert(timm.create_model('test_resnet', num_classes=3), options).eval()
+    model.global_pool.set_weights(feature_penalty=30.0)
+    if 'structure' in options:
+        model.global_pool.set_weights(structure=30.0)
+    x, y = 5 * torch.randn(8, 3, 64, 64), torch.arange(8) % 3
+    best = calibrate(model, [(x, y)], temperatures=[1.0, 0.1]).best
+    expected = torch.tensor(penalty).expand(model.global_pool.options.modules)
+    assert torch.allclose(model.global_pool.named_weights()['feature_penalty'], expected.float())
+    with torch.no_grad():
+        assert F.cross_entropy(model(x), y).item() == pytest.approx(best.loss, rel=1e-4)
+
+
 def test_torchvision_and_pools_without_gain():
     model = convert(torchvision.models.resnet18(num_classes=3), 'badmm-q')
     report = calibrate(

@@ -1,6 +1,6 @@
 """What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ class ROTPool(nn.Module):
             named['gain'] = self.gain().detach()
         return named
 
-    def set_weights(self, **values: Tensor | float):
+    def set_weights(self, **values: Tensor | float | Sequence[float]):
         """Let weights be given positive values from here on, by the names of `named_weights`."""
         known = dict(self.weights.named_children())
         if self.gain is not None:

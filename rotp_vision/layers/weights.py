@@ -46,7 +46,7 @@ class PositiveWeight(nn.Module):
             self.start = start.to(self.start.device)
         return self
 
-    def set(self, value: Tensor | float):
+    def set(self, value: Tensor | float | Sequence[float]):
         """Let the weight be `value` from here on (and β = 0 again)."""
         value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)
         if not bool((value > 0).all() and value.isfinite().all()):
