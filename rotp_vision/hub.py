@@ -24,7 +24,7 @@ from torch import nn
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
-from rotp_vision.surgery.find import first_conv
+from rotp_vision.surgery.find import image_channels
 
 __all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
 
@@ -120,10 +120,10 @@ def save_pretrained(
     if base is None:
         raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
     native_args = dict(model_args or {})
-    stem = first_conv(model)
-    other_images = stem is not None and stem.in_channels != 3
-    if stem is not None and other_images:
-        native_args.setdefault('in_chans', stem.in_channels)
+    channels = image_channels(model)
+    other_images = channels not in (None, 3)
+    if other_images:
+        native_args.setdefault('in_chans', channels)
     if isinstance(model, ROTPResNet):
         architecture = base
         # All of the options: what is left out would be filled in by those of the variant.

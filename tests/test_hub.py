@@ -76,6 +76,14 @@ def test_images_of_other_than_three_channels(tmp_path, in_chans):
         assert torch.equal(loaded(image), model(image))
 
 
+@pytest.mark.parametrize('in_chans', [1, 3])
+def test_images_whose_pixels_become_channels(tmp_path, in_chans):
+    small = {'layers': [1, 1, 1, 1], 'width_factor': 0.25}
+    model = convert(timm.create_model('tresnet_m', num_classes=5, in_chans=in_chans, **small)).eval()
+    loaded = load_pretrained(save_pretrained(model, tmp_path / 'out', model_args=small))
+    assert torch.equal(loaded(x[:, :in_chans]), model(x[:, :in_chans]))
+
+
 def test_local_pools_are_not_dropped_in_silence(tmp_path):
     model = convert(timm.create_model('resnet18', num_classes=3), where='all')
     directory = save_pretrained(model, tmp_path / 'out')

@@ -1,5 +1,6 @@
 """Finding the pools of a model by what they do when it runs."""
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
 from rotp_vision.surgery.families import FAMILY_METHODS
-from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, source_of, watch
+from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, source_of, undisturbed, watch
 
 Kind = Literal['global', 'local', 'tokens']
 Layout = Literal['NCHW', 'NHWC', 'NLC', 'NCL', '']
@@ -85,11 +86,28 @@ def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None
     return (torch.zeros(2, *_image_size(model), device=device, dtype=dtype),)
 
 
-def first_conv(model: nn.Module) -> nn.Conv2d | None:
-    """The convolution that reads the images, where a timm model says which it is."""
+class _Reached(Exception):
+    """Ends a forward pass where enough has been seen."""
+
+
+def image_channels(model: nn.Module) -> int | None:
+    """Channels of the images that a timm model reads, where it says which convolution reads them; else None."""
     name = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
     stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
-    return stem if isinstance(stem, nn.Conv2d) else None
+    if not isinstance(stem, nn.Conv2d):
+        return None
+    # Pixels may have become channels before it (TResNet): what becomes of an image on its way there tells how many.
+    given, reached = stem.in_channels, stem.in_channels
+
+    def stop(_: nn.Module, args: tuple):
+        nonlocal reached
+        reached = args[0].shape[1]
+        raise _Reached
+
+    with undisturbed(model), contextlib.suppress(Exception):  # of the model's own making, too: it may want other images
+        stem.register_forward_pre_hook(stop)
+        model(torch.zeros(1, given, 64, 64, device=stem.weight.device, dtype=stem.weight.dtype))
+    return given // max(reached // given, 1)
 
 
 def _image_size(model: nn.Module) -> tuple[int, int, int]:
@@ -99,9 +117,9 @@ def _image_size(model: nn.Module) -> tuple[int, int, int]:
     grid = getattr(patches, 'img_size', None)
     if isinstance(grid, (tuple, list)) and len(grid) == 2:
         size = (size[0], *grid)
-    known = first_conv(model)
-    if known is not None:
-        return known.in_channels, size[1], size[2]
+    channels = image_channels(model)
+    if channels is not None:
+        return channels, size[1], size[2]
     stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     if stem is not None and stem.in_channels < size[0]:
         size = (stem.in_channels, *size[1:])

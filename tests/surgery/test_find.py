@@ -9,6 +9,7 @@ import torchvision
 from torch import nn
 
 from rotp_vision import convert, find_pools
+from rotp_vision.surgery.find import image_channels
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
@@ -32,6 +33,13 @@ def test_models_on_the_meta_device_and_their_own_input_size():
         model = timm.create_model('efficientnet_b1', in_chans=1)
     (pool,) = outer(model)  # its squeeze-and-excitation blocks hold global pools too
     assert (pool.path, pool.input_shape) == ('global_pool', (2, 1280, 8, 8))
+
+
+def test_the_first_convolution_as_it_is_now_tells_the_channels():
+    model = timm.create_model('test_resnet')
+    model.conv1[0] = nn.Conv2d(12, model.conv1[0].out_channels, 3, 2, 1)
+    assert image_channels(model) == 12
+    assert outer(model)
 
 
 class Squeezing(Own):
