@@ -3,7 +3,9 @@
 import difflib
 import json
 import os
+import re
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -91,7 +93,8 @@ def save_pretrained(
         model = timm.create_model('local-dir:directory', pretrained=True)      # after import rotp_vision
         model = rotp_vision.load_pretrained('directory')                       # the same
 
-    The directory appears whole or not at all.
+    The directory appears whole or not at all. First the network is made as `load_pretrained` will, without weights: a
+    warning tells of layers that differ (stride, dropout, …), which `model_args` mend.
 
     Args:
         model: a converted model, or one of ours.
@@ -100,6 +103,9 @@ def save_pretrained(
             a timm model says itself.
         model_args: what else `timm.create_model` was given for the native network (in_chans, …).
         force: whether to replace these two files where the directory exists; others in it stay.
+
+    Raises:
+        ValueError: if the directory exists, or if the weights would not fit the network that is made of it.
 
     Example:
         >>> import tempfile, timm, rotp_vision
@@ -144,7 +150,6 @@ def save_pretrained(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
         made = Path(workplace) / 'made'
         made.mkdir()
-        _write_weights(model, made / 'model.safetensors')
         if cfg:
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
             if other_images:
@@ -155,6 +160,8 @@ def save_pretrained(
         else:
             config['pretrained_cfg'] = {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
             (made / 'config.json').write_text(json.dumps(config, indent=2))
+        _compare_with_loaded(model, made)
+        _write_weights(model, made / 'model.safetensors')
         _sync(made / 'config.json')
         old = Path(workplace) / 'old'
         if target.exists():
@@ -164,6 +171,64 @@ def save_pretrained(
             if not (target / other.name).exists():
                 other.rename(target / other.name)
     return target
+
+
+def _compare_with_loaded(model: nn.Module, directory: Path):
+    """Refuse a network to which its weights would not come back, and warn of one that would come back as another."""
+    advice = 'give what create_model was given for it as model_args'
+    try:
+        loaded = _built_without_weights(directory)
+    except Exception as error:  # of the network's own making
+        raise ValueError(
+            f'load_pretrained could not make this network again ({type(error).__name__}: {error}); {advice}'
+        ) from error
+    difference = _first_difference(_shapes(model), _shapes(loaded))
+    if difference:
+        raise ValueError(
+            f'load_pretrained would make another network than this one ({difference}); {advice}, or save the state '
+            'dict alone if it was changed since'
+        )
+    difference = _first_difference(_layers(model), _layers(loaded))
+    if difference:
+        warnings.warn(f'load_pretrained will make another network ({difference}); {advice}', stacklevel=3)
+
+
+def _built_without_weights(directory: Path) -> nn.Module:
+    """The network that the config in a directory makes; without memory, unless it reads values while it is made."""
+    name = f'local-dir:{directory}'
+    with warnings.catch_warnings(), torch.random.fork_rng([]):
+        warnings.simplefilter('ignore')
+        try:
+            with torch.device('meta'):
+                return timm.create_model(name)
+        except Exception:
+            return timm.create_model(name)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
+
+
+def _layers(model: nn.Module) -> dict[str, str]:
+    """What every module says of itself, but for ROT pools, which say what they have learned."""
+    pools = tuple(rot_pools(model))
+    said: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if path in pools or path.startswith(tuple(f'{pool}.' for pool in pools)):
+            continue
+        has_parts = any(True for _ in module.children())
+        text = f'{type(module).__name__}({module.extra_repr()})' if has_parts else repr(module)
+        # Statistics over processes are those of one, once it is trained.
+        said[path] = re.sub(r'^Sync(BatchNorm|BatchNormAct)\(', r'\g<1>2d(', text)
+    return said
+
+
+def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str | None:
+    for name in {**here, **there}:
+        mine, other = here.get(name, 'nothing'), there.get(name, 'nothing')
+        if mine != other:
+            return f'{name or "the network"} is {mine} here and {other} there'
+    return None
 
 
 def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
@@ -294,5 +359,6 @@ def rotp_converted(
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
     if hasattr(model, 'pretrained_cfg'):
-        model.pretrained_cfg = model.default_cfg = cfg.to_dict()
+        # Its own network is what it is saved as again.
+        model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
     return model

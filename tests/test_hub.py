@@ -1,10 +1,14 @@
 import os
+import warnings
+from functools import partial
 
 import pytest
 import timm
 import torch
 import torchvision
 from safetensors.torch import load_file
+from timm.layers import convert_sync_batchnorm
+from torch import nn
 
 import rotp_vision
 from rotp_vision import PoolOptions, convert, load_pretrained, read_state_dict, save_pretrained
@@ -39,8 +43,47 @@ def test_a_converted_model_comes_back_in_one_line(tmp_path):
 def test_saving_again_what_was_loaded(tmp_path):
     model = converted()
     once = load_pretrained(save_pretrained(model, tmp_path / 'one'))
-    twice = load_pretrained(save_pretrained(once, tmp_path / 'two', base='test_efficientnet'))
-    assert torch.equal(twice(x), model(x))
+    for i, base in enumerate([None, 'test_efficientnet']):
+        twice = load_pretrained(save_pretrained(once, tmp_path / f'again{i}', base=base))
+        assert torch.equal(twice(x), model(x))
+
+
+@pytest.mark.parametrize('make', [partial(converted, 'resnet18'), partial(timm.create_model, 'resnet18_rotp')])
+def test_what_would_come_back_as_another_network_is_said(tmp_path, make):
+    model = make(output_stride=8).eval()
+    with pytest.warns(
+        UserWarning, match=r'layer3\.0\.\S+ is Conv2d.* here and Conv2d.* there\); give .* as model_args'
+    ):
+        save_pretrained(model, tmp_path / 'warned')
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        directory = save_pretrained(model, tmp_path / 'right', model_args={'output_stride': 8})
+    assert torch.equal(load_pretrained(directory)(x), model(x))
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path):
+    tokens = convert(timm.create_model('test_vit', global_pool='avg', num_classes=3))
+    with pytest.raises(ValueError, match=r'could not make this network again \(ValueError: .*model_args'):
+        save_pretrained(tokens, tmp_path / 'out')
+    wide = convert(timm.create_model('test_resnet', stem_width=32))
+    with pytest.raises(ValueError, match=r'conv1\.0\.weight is \(32, .*\) here and \(16, .*\) there.* model_args'):
+        save_pretrained(wide, tmp_path / 'out')
+    assert os.listdir(tmp_path) == []
+    assert load_pretrained(save_pretrained(tokens, tmp_path / 'out', model_args={'global_pool': 'avg'}))
+
+
+@pytest.mark.filterwarnings('error')
+def test_nothing_is_said_of_what_comes_back(tmp_path):
+    frozen, folded, other_classes = converted(), converted(), converted()
+    rotp_vision.freeze(frozen.train())
+    rotp_vision.fold_gain(folded)
+    other_classes.reset_classifier(7)
+    listed = convert(timm.create_model('test_resnet', in_chans=1), {'solver': 'badmm-e', 'step': (1, 2, 3, 4)})
+    synced = [nn.SyncBatchNorm.convert_sync_batchnorm(converted('test_resnet')), convert_sync_batchnorm(converted())]
+    for i, model in enumerate([frozen, folded, other_classes, listed, *synced]):
+        state = torch.random.get_rng_state()
+        save_pretrained(model, tmp_path / str(i))
+        assert torch.equal(torch.random.get_rng_state(), state)
 
 
 def test_torchvision_and_registered_models(tmp_path):
