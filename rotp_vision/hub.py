@@ -7,7 +7,7 @@ import re
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,9 @@ def save_pretrained(
         architecture = 'rotp_converted'
         options = {path: pool.options.to_dict() for path, pool in pools.items()}
         arguments = {'base': base, 'base_args': native_args, 'pools': options}
+        folded = [path for path, pool in pools.items() if pool.gain_folded]
+        if folded:
+            arguments['folded'] = folded
     num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -323,6 +326,7 @@ def rotp_converted(
     base: str = 'resnet18',
     base_args: Mapping[str, Any] | None = None,
     pools: Mapping[str, Mapping[str, Any]] | None = None,
+    folded: Sequence[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
     """Any network with converted pools: what `save_pretrained` names in config.json. By itself, a ResNet-18.
@@ -332,13 +336,16 @@ def rotp_converted(
         base: the native network's name, as timm has it or torchvision behind 'torchvision:'.
         base_args: what the native network is made with.
         pools: options of each converted pool by its path; the default pooling before the classifier if None.
+        folded: paths of the pools whose gain was folded.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another that is asked for, the network is the native one.
-        whole = rotp_converted(pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools)
+        whole = rotp_converted(
+            pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools, folded
+        )
         local = [path for path, pool in rot_pools(whole).items() if isinstance(pool, LocalROTPool2d)]
         if local:
             raise ValueError(
@@ -355,6 +362,8 @@ def rotp_converted(
             convert(model)
         for path, options in (pools or {}).items():
             convert(model, pool_options(options), where=[path], start=None)
+        for path in folded:
+            rot_pools(model)[path].gain_folded = True
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)

@@ -30,6 +30,7 @@ class ROTPool(nn.Module):
         super().__init__()
         self.options = pool_options(options)
         self.is_part = False  # of another pool, which then speaks for it where weights are loaded
+        self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the layers that read it
         self.solver = self.options.to_solver()
         self.view: str = self.options.view
         # The solver's fields once more, one by one: TorchScript does not take it whole.

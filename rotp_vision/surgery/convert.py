@@ -1,6 +1,7 @@
 """Replacing the pools of a network, and putting them back."""
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -94,7 +95,8 @@ def replace_pools(
 def revert(model: nn.Module) -> nn.Module:
     """The same model with its native pools, as it was before `convert`.
 
-    A frozen model stays frozen, with a warning: `freeze(model, 'all')` undoes that.
+    A frozen model stays frozen, with a warning: `freeze(model, 'all')` undoes that. What `fold_gain` moved into the
+    layers after a pool stays there too, with a warning: revert before folding for the network as it was.
 
     Raises:
         ValueError: if the model has no converted pool.
@@ -109,6 +111,13 @@ def revert(model: nn.Module) -> nn.Module:
     if not converted:
         raise ValueError('the model has no converted pool to revert')
     _take_all(model, converted)
+    folded = [path for path, pool in converted.items() if pool.gain_folded]
+    if folded:
+        warnings.warn(
+            f'the layers after {", ".join(folded)} keep the gain that fold_gain moved into them, so that the reverted '
+            'network is not the one that was converted: revert before folding',
+            stacklevel=2,
+        )
     if changes_of(model).frozen:
         _logger.warning("the reverted network is still frozen: freeze(model, 'all') lets it train")
     return model

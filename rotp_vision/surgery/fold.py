@@ -29,7 +29,7 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
         W (g · f) + c = (W g) · f + c
 
     That must be a linear layer or 1 × 1 convolution with nothing but dropout, flattening and identities between.
-    The outputs on the example are compared before and after.
+    The outputs on the example are compared before and after. There the gain stays, also after `revert`.
 
     Args:
         model: with ROT pools that have a gain.
@@ -76,6 +76,8 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
             f'folding would change the output by {error:.2g} of its size: something beside '
             f'{", ".join(readers)} feeds the layer, or a function stands between'
         )
+    for path, pool in pools.items():
+        pool.gain_folded |= bool((gains[path] != 1).any())
     return model
 
 

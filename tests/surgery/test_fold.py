@@ -1,11 +1,14 @@
 """The gain of a pool moves into the layer that reads it."""
 
+import copy
+import warnings
+
 import pytest
 import timm
 import torch
 from torch import nn
 
-from rotp_vision import PoolOptions, convert, fold_gain, rot_pools
+from rotp_vision import PoolOptions, convert, fold_gain, load_pretrained, revert, rot_pools, save_pretrained
 from tests.surgery.networks import Own, make
 
 
@@ -23,6 +26,20 @@ def test_output_stays_and_the_gain_is_one(name, gain):
     torch.testing.assert_close(model(x), before, rtol=1e-4, atol=1e-4 * float(before.detach().abs().max()))
     assert (pool.named_weights()['gain'] == 1).all()
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_reverting_says_that_the_gain_stays(tmp_path):
+    model = convert(timm.create_model('test_resnet', num_classes=3))
+    fold_gain(model)  # of a gain of one nothing stays
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        revert(copy.deepcopy(model))
+    model.global_pool.set_weights(gain=2.0)
+    fold_gain(model)
+    loaded = load_pretrained(save_pretrained(model, tmp_path / 'folded'))
+    for folded in (model, copy.deepcopy(model), loaded):
+        with pytest.warns(UserWarning, match='the layers after global_pool keep the gain'):
+            revert(folded)
 
 
 class TwoReaders(Own):
