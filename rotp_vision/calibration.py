@@ -115,15 +115,22 @@ def calibrate(
         8
     """
     path, pool = _global_pool(model)
+    if not views or min(temperatures, default=0.0) <= 0:
+        raise ValueError(
+            f'views and temperatures must hold something to try, temperatures above zero, got {list(views)} and '
+            f'{list(temperatures)}'
+        )
+    if max_images < 1:
+        raise ValueError(f'max_images must be at least 1, got {max_images}')
     with _evaluation(model):
         maps, targets, logits, image_shape = _collect(model, pool, loader, max_images)
+        spreads: dict[View, float] = {view: _spread(maps, view) for view in views}
         head = _Head(model, pool, maps, logits, image_shape)
         fit_gain = pool.gain is not None
         mean = torch.cat([m.float().mean((2, 3)) for m in maps])
         average = _score(None, math.inf, mean, head, targets, fit_gain)
         trials = []
-        for view in views:
-            spread = _spread(maps, view)
+        for view, spread in spreads.items():
             for multiple in temperatures:
                 options = _at_temperature(pool.options, view, multiple * spread)
                 layer = GlobalROTPool2d(options, maps[0].shape[1], flatten=True).to(maps[0].device)
@@ -175,11 +182,17 @@ def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Ten
     device = next(model.parameters()).device
     seen: list[Tensor] = []
     hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    maps, targets, logits, shape = [], [], [], torch.Size()
+    maps, targets, logits, shape = [], [], [], None
     count = 0
     try:
-        for images, labels in loader:
-            keep, shape = min(len(images), max_images - count), images.shape[1:]
+        for batch in loader:
+            images, labels = _checked(batch)
+            shape = shape or images.shape[1:]
+            if images.shape[1:] != shape:
+                raise ValueError(
+                    f'loader must give images of one size, got {tuple(shape)} and {tuple(images.shape[1:])}'
+                )
+            keep = min(len(images), max_images - count)
             logits.append(model(images[:keep].to(device)))
             features = seen.pop()
             if pool.input_fmt == 'NHWC':
@@ -187,14 +200,38 @@ def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Ten
             large = features[0].numel() * max_images > 2**27 and features.abs().max() < 6e4
             maps.extend((features.half() if large else features).split(_CHUNK))
             targets.append(labels[:keep].to(device))
+            num_classes = logits[-1].shape[1]
+            if not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+                raise ValueError(
+                    f'labels of the loader must be class indices from 0 to {num_classes - 1}, as the model has '
+                    f'{num_classes} classes, got {int(labels.min())} to {int(labels.max())}'
+                )
             count += keep
             if count >= max_images:
                 break
     finally:
         hook.remove()
-    if not count:
+    if shape is None:
         raise ValueError('loader must give at least one batch of (images, class indices), got none')
     return maps, torch.cat(targets), torch.cat(logits), shape
+
+
+def _checked(batch: Any) -> tuple[Tensor, Tensor]:
+    """Images and class indices of a batch of the loader, if that is what it holds."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
+    images, labels = batch
+    if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
+        got = f'{images.dtype} {tuple(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(
+            f"images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got {got}"
+        )
+    labels = torch.as_tensor(labels)
+    if labels.shape != images.shape[:1] or labels.is_floating_point():
+        raise ValueError(
+            f'labels of the loader must be class indices ({len(images)},), got {labels.dtype} {tuple(labels.shape)}'
+        )
+    return images, labels.long()
 
 
 class _Head:
@@ -249,7 +286,13 @@ class _Head:
 def _spread(maps: list[Tensor], view: View) -> float:
     """Root mean square deviation of what the plan sees from its mean over an image's samples."""
     seen = torch.cat([view_of(m.float().flatten(2), view) for m in maps])
-    return float(seen.var(2, correction=0).mean().sqrt())
+    spread = float(seen.var(2, correction=0).mean().sqrt())
+    if not 0 < spread < math.inf:
+        raise ValueError(
+            f'a map of {" × ".join(map(str, maps[0].shape[2:]))} with a spread of {spread:g} over its positions leaves '
+            'nothing to calibrate; let the loader give larger images, with finite values'
+        )
+    return spread
 
 
 def _score(

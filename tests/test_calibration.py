@@ -129,6 +129,46 @@ def test_errors():
         calibrate(model, [peaks(8, 0)])
 
 
+X, Y = torch.linspace(-2, 2, 4 * 3 * 64 * 64).sin().view(4, 3, 64, 64), torch.tensor([0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ('batches', 'options', 'message'),
+    [
+        ([{'image': X, 'label': Y}], {}, r'loader must give batches of \(images, class indices\), got dict'),
+        ([(X, Y, Y)], {}, 'loader must give batches of'),
+        ([(X[0], Y[0])], {}, r'images of the loader must be floating point \(B, C, H, W\)'),
+        ([(X.byte(), Y)], {}, r"as the model's transform makes them, got torch\.uint8"),
+        ([(X, Y + 1)], {}, 'class indices from 0 to 2, as the model has 3 classes, got 1 to 3'),
+        ([(X, Y - 1)], {}, 'got -1 to 1'),
+        ([(X, F.one_hot(Y).float())], {}, r'labels of the loader must be class indices \(4,\), got .* \(4, 3\)'),
+        ([(X, Y[:3])], {}, 'labels of the loader must be class indices'),
+        ([(X, Y), (X[:, :, :32], Y)], {}, r'images of one size, got \(3, 64, 64\) and \(3, 32, 64\)'),
+        (
+            [(X[..., :16, :16], Y)],
+            {},
+            'a map of 1 × 1 with a spread of 0 over its positions leaves nothing to calibrate',
+        ),
+        ([(X * torch.nan, Y)], {}, 'with a spread of nan'),
+        ([(X, Y)], {'max_images': 0}, 'max_images must be at least 1, got 0'),
+        ([(X, Y)], {'temperatures': []}, 'temperatures must hold something to try'),
+        ([(X, Y)], {'temperatures': [1.0, 0.0]}, 'temperatures above zero'),
+        ([(X, Y)], {'views': []}, 'views and temperatures must hold'),
+    ],
+)
+def test_what_cannot_be_calibrated_on_is_said(batches, options, message):
+    model = convert(timm.create_model('test_resnet', num_classes=3))
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, batches, **options)
+
+
+@pytest.mark.parametrize('labels', [Y.tolist(), Y.numpy(), Y.to(torch.uint8)], ids=['list', 'array', 'uint8'])
+def test_labels_of_any_kind_of_integer(labels):
+    model = convert(timm.create_model('test_resnet', num_classes=3))
+    expected = calibrate(model, [(X, Y)], temperatures=[1.0], views=['rms']).best.loss
+    assert calibrate(model, [(X, labels)], temperatures=[1.0], views=['rms']).best.loss == expected
+
+
 @pytest.mark.skipif(not DATA.exists(), reason='needs the real images and weights of ../shared/data')
 def test_beats_average_pooling_on_real_images_not_used_for_it():
     """ResNet-18 on Tiny-ImageNet: calibrated on 250 images, judged on 250 others."""
