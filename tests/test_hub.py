@@ -115,8 +115,10 @@ def test_a_variant_comes_back_with_its_own_options(tmp_path, name, arguments):
 def test_images_of_other_than_three_channels(tmp_path, in_chans):
     image = torch.randn(2, in_chans, 64, 64)
     for i, model in enumerate([converted(in_chans=in_chans), timm.create_model('resnet18_rotp', in_chans=in_chans)]):
-        loaded = load_pretrained(save_pretrained(model.eval(), tmp_path / str(i)))
-        assert torch.equal(loaded(image), model(image))
+        once = load_pretrained(save_pretrained(model.eval(), tmp_path / f'once{i}'))
+        twice = load_pretrained(save_pretrained(once, tmp_path / f'twice{i}'))
+        assert torch.equal(once(image), model(image))
+        assert torch.equal(twice(image), model(image))
 
 
 @pytest.mark.parametrize('in_chans', [1, 3])

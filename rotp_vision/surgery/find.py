@@ -91,11 +91,12 @@ class _Reached(Exception):
 
 
 def image_channels(model: nn.Module) -> int | None:
-    """Channels of the images that a timm model reads, where it says which convolution reads them; else None."""
+    """Channels of the images that a timm model reads: by its first convolution, else by what it says, else None."""
     name = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
     stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
     if not isinstance(stem, nn.Conv2d):
-        return None
+        said = getattr(model, 'in_chans', None)
+        return said if isinstance(said, int) else None
     # Pixels may have become channels before it (TResNet): what becomes of an image on its way there tells how many.
     given, reached = stem.in_channels, stem.in_channels
 

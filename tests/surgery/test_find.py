@@ -40,6 +40,10 @@ def test_the_first_convolution_as_it_is_now_tells_the_channels():
     model.conv1[0] = nn.Conv2d(12, model.conv1[0].out_channels, 3, 2, 1)
     assert image_channels(model) == 12
     assert outer(model)
+    with torch.device('meta'):
+        model = timm.create_model('repvgg_a0', in_chans=1)  # two convolutions read the images
+    assert image_channels(model) == 1
+    assert outer(model)
 
 
 class Squeezing(Own):
