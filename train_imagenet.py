@@ -50,7 +50,14 @@ from rotp_vision.training.checkpoint import (
 from rotp_vision.training.config import RunConfig, StageConfig, changes, flat, parse_config, to_dict
 from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
-from rotp_vision.training.model import build_model, convert_model, load_for_evaluation, normalization, published_classes
+from rotp_vision.training.model import (
+    build_model,
+    convert_model,
+    load_for_evaluation,
+    normalization,
+    published_classes,
+    synchronized,
+)
 from rotp_vision.training.processes import (
     HostGroup,
     KeptBuffers,
@@ -193,7 +200,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if stage == 2:
         rotp_vision.freeze(model, config.stage2.train)
     if config.sync_batchnorm and accelerator.num_processes > 1:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = synchronized(model)
     if checkpoint is not None:
         model.load_state_dict(checkpoint.model)
     run.place(model)

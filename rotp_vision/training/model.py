@@ -9,6 +9,7 @@ from typing import Any
 import timm
 import torch
 import torchvision
+from timm.layers import convert_sync_batchnorm  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
 from rotp_vision.hub import TORCHVISION, build, load_pretrained, read_state_dict
@@ -54,6 +55,15 @@ def published_classes(config: ModelConfig) -> int | None:
 def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
     """The network with its pooling replaced by ROTP."""
     return convert(model, config.options, config.where, start=None)  # the options say where it starts
+
+
+def synchronized(model: nn.Module) -> nn.Module:
+    """The network with batch statistics over all processes. timm's function keeps the activations of its norm layers,
+    if it is called once.
+    """
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return model
+    return convert_sync_batchnorm(model)
 
 
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
