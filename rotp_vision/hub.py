@@ -31,6 +31,7 @@ from rotp_vision.surgery.find import image_channels
 __all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
 
 TORCHVISION = 'torchvision:'
+_PREPROCESSING = ('input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std')
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:
@@ -153,7 +154,7 @@ def save_pretrained(
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
         made = Path(workplace) / 'made'
         made.mkdir()
-        if cfg:
+        if cfg and not base.startswith(TORCHVISION):
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
             if other_images:
                 # The weights are for as many channels: nothing is to be made of them that fits.
@@ -161,7 +162,8 @@ def save_pretrained(
                 written['pretrained_cfg']['first_conv'] = None
                 (made / 'config.json').write_text(json.dumps(written, indent=2))
         else:
-            config['pretrained_cfg'] = {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
+            seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
+            config['pretrained_cfg'] = seen | {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
             (made / 'config.json').write_text(json.dumps(config, indent=2))
         _compare_with_loaded(model, made)
         _write_weights(model, made / 'model.safetensors')
@@ -367,7 +369,6 @@ def rotp_converted(
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
-    if hasattr(model, 'pretrained_cfg'):
-        # Its own network is what it is saved as again.
-        model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
+    # Its own network is what it is saved as again.
+    model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
     return model

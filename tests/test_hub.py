@@ -1,3 +1,4 @@
+import json
 import os
 import warnings
 from functools import partial
@@ -7,6 +8,7 @@ import timm
 import torch
 import torchvision
 from safetensors.torch import load_file
+from timm.data import resolve_model_data_config
 from timm.layers import convert_sync_batchnorm
 from torch import nn
 
@@ -194,6 +196,18 @@ def test_checkpoints_of_every_kind(tmp_path, wrap):
     read = read_state_dict(tmp_path / 'checkpoint.pth.tar')
     assert read.keys() == state.keys()
     assert all(torch.equal(read[key], state[key]) for key in state)
+
+
+def test_a_torchvision_network_keeps_how_it_sees_images(tmp_path):
+    model = convert(torchvision.models.resnet18(num_classes=3))
+    first, second = tmp_path / 'first', tmp_path / 'second'
+    save_pretrained(model, first, base='torchvision:resnet18')
+    config = json.loads((first / 'config.json').read_text())
+    config['pretrained_cfg'] |= {'input_size': [3, 96, 96], 'crop_pct': 1.0}
+    (first / 'config.json').write_text(json.dumps(config))
+    save_pretrained(load_pretrained(first), second)
+    found = resolve_model_data_config(load_pretrained(second))
+    assert (list(found['input_size']), found['crop_pct']) == ([3, 96, 96], 1.0)
 
 
 class Malicious:
