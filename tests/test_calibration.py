@@ -83,7 +83,7 @@ def test_finds_the_norm_prior_where_energy_tells_the_object():
     assert norm.setting.power > 0.5
     x, y = energies(1024, 1)
     with torch.no_grad():
-        assert F.cross_entropy(model(x), y).item() == pytest.approx(norm.loss, rel=0.1)
+        assert F.cross_entropy(model(x), y).item() == pytest.approx(norm.loss, abs=0.1)  # 256 images judge to 0.04
     uniform_only = calibrate(model, [energies(256, 0)], priors=['uniform'])
     assert len(uniform_only.tried) == 1
     assert pool.options.prior == 'uniform'
