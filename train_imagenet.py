@@ -55,7 +55,6 @@ from rotp_vision.training.model import (
     convert_model,
     load_for_evaluation,
     normalization,
-    published_classes,
     synchronized,
 )
 from rotp_vision.training.processes import (
@@ -83,7 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         train, val = open_sources(config.data, config.seed)
         num_classes = len(train.classes)
-        check_classes(config, num_classes)
+        check_beginning(config)
         if config.evaluate is None:
             steps_per_epoch(len(train), config.global_batch_size)
         if not only_looking:
@@ -116,6 +115,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     # Model, on every process from the same seed
     seed_all(config.seed)
+    news: list[str] = []
     try:
         for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
             size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
@@ -125,11 +125,14 @@ def main(args: Sequence[str] | None = None) -> None:
             if config.evaluate is not None:
                 model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
             else:
-                model = build_model(config.model, num_classes)
+                trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
+                model = build_model(config.model, num_classes, new_classifier=trains, notify=news.append)
                 check_stages(config, model)
         train_transform, val_transform = transforms(config.data, *normalization(model))
     except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
         fail(error)
+    for line in news if checkpoint is None else ():
+        console.print(line, soft_wrap=True, markup=False)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
 
     # An evaluation has nothing to save: a signal ends it.
@@ -439,8 +442,8 @@ def unwrapped(run: Run, wrapped: nn.Module, model: nn.Module) -> nn.Module:
     return model
 
 
-def check_classes(config: RunConfig, num_classes: int) -> None:
-    """A part that stays frozen in a stage 2 by itself must be trained already, and for the data's classes."""
+def check_beginning(config: RunConfig) -> None:
+    """A part that stays frozen in a stage 2 by itself must be trained already."""
     if config.stage1.epochs or config.stage2.train == 'all' or config.evaluate is not None:
         return
     if not (config.model.pretrained or config.model.checkpoint):
@@ -448,9 +451,6 @@ def check_classes(config: RunConfig, num_classes: int) -> None:
             f'stage 2 by itself with stage2.train {config.stage2.train} needs a trained network: give model.pretrained '
             'or model.checkpoint, or train from scratch with stage2.train all'
         )
-    known = published_classes(config.model) if config.model.pretrained else None
-    if config.stage2.train == 'pool' and known not in (None, num_classes):
-        raise ValueError(f'{config.model.name} is pretrained for {known} classes but the data has {num_classes}')
 
 
 def check_stages(config: RunConfig, model: nn.Module) -> None:

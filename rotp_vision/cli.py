@@ -5,7 +5,6 @@ import ast
 import copy
 import logging
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from rotp_vision.calibration import calibrate
 from rotp_vision.evaluation import ImageFiles, compare
 from rotp_vision.hub import (
     build,
+    fit_weights,
     load_pretrained,
     native_of,
     num_classes_of,
@@ -138,20 +138,13 @@ def _load(args: argparse.Namespace) -> nn.Module:
         kwargs['pretrained'] = True
     model = build(args.model, **kwargs)
     if args.checkpoint:
-        _load_weights(model, args)
+        fit_weights(
+            model,
+            read_state_dict(args.checkpoint),
+            f'{args.checkpoint} does not fit {args.model}',
+            'choose the network that it was trained with, and its --num-classes',
+        )
     return model.eval()
-
-
-def _load_weights(model: nn.Module, args: argparse.Namespace):
-    state = read_state_dict(args.checkpoint)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = '\n  '.join(textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5])
-        raise ValueError(
-            f'{args.checkpoint} does not fit {args.model}:\n  {reason}\n'
-            'choose the network that it was trained with, and its --num-classes'
-        ) from error
 
 
 def _refuse_existing(args: argparse.Namespace):
