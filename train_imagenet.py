@@ -47,7 +47,7 @@ from rotp_vision.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
-from rotp_vision.training.config import RunConfig, StageConfig, changes, flat, parse_config, to_dict
+from rotp_vision.training.config import RunConfig, StageConfig, changed_epochs, changes, flat, parse_config, to_dict
 from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
@@ -112,10 +112,16 @@ def main(args: Sequence[str] | None = None) -> None:
     stored_config = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
         fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
+    news, anew = list[str](), list[str]()
+    if checkpoint is not None:
+        point = checkpoint.progress
+        try:
+            news += changed_epochs(checkpoint.config, stored_config, point.stage, point.epoch + bool(point.step))
+        except ValueError as error:
+            fail(error)
 
     # Model, on every process from the same seed
     seed_all(config.seed)
-    news: list[str] = []
     try:
         for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
             size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
@@ -126,12 +132,12 @@ def main(args: Sequence[str] | None = None) -> None:
                 model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
             else:
                 trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
-                model = build_model(config.model, num_classes, new_classifier=trains, notify=news.append)
+                model = build_model(config.model, num_classes, new_classifier=trains, notify=anew.append)
                 check_stages(config, model)
         train_transform, val_transform = transforms(config.data, *normalization(model))
     except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
         fail(error)
-    for line in news if checkpoint is None else ():
+    for line in (*news, *(anew if checkpoint is None else ())):
         console.print(line, soft_wrap=True, markup=False)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
 

@@ -223,6 +223,8 @@ FREE_ON_RESUME = (
     *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
 )
 
+EPOCHS = ('stage1.epochs', 'stage2.epochs')
+
 
 def parse_config(args: Sequence[str] | None = None) -> RunConfig:
     """The settings from `--config FILE` and `--key value` arguments; exits with a message on anything wrong."""
@@ -301,12 +303,42 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What a continued run may not change, one line per setting: `stage1.lr: 0.1 → 0.2`."""
-    free = set(FREE_ON_RESUME)
+    free = {*FREE_ON_RESUME, *EPOCHS}  # of the latter see `changed_epochs`
     if new['data']['streaming']:
         free.remove('data.workers')  # the order of a stream depends on them
     before, after = dict(flat(old)), dict(flat(new))
     differing = [key for key in sorted({*before, *after} - free) if before.get(key) != after.get(key)]
     return [f'{key}: {before.get(key)} → {after.get(key)}' for key in differing]
+
+
+def changed_epochs(old: Mapping[str, Any], new: Mapping[str, Any], stage: int, done: int) -> list[str]:
+    """What a continued run says of stages that it makes longer or shorter than they were planned, one line each.
+
+    Args:
+        old: the settings of the checkpoint.
+        new: those of its continuation.
+        stage: the stage that the checkpoint is in.
+        done: epochs of that stage that are done or under way.
+
+    Raises:
+        ValueError: if that stage, or one before it, has passed the number already.
+    """
+    lines = []
+    for number, key in enumerate(('stage1', 'stage2'), 1):
+        before, after = old[key]['epochs'], new[key]['epochs']
+        if before == after:
+            continue
+        if number < stage:
+            raise ValueError(
+                f'stage {number} is over after its {before} epochs, {key}.epochs cannot become {after}: leave it at '
+                f'{before}, or start a new run with a checkpoint of that stage as --model.checkpoint'
+            )
+        if number == stage and after < done:
+            raise ValueError(f'{key}.epochs must be at least {done}, which are done or under way, got {after}')
+        lines.append(
+            f'{key}.epochs: {before} → {after}; the learning rate follows the schedule of {after} epochs from here on'
+        )
+    return lines
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

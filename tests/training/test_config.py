@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rotp_vision.training.config import RunConfig, changes, check_config, parse_config, to_dict
+from rotp_vision.training.config import RunConfig, changed_epochs, changes, check_config, parse_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / 'configs').glob('*.yaml'))
@@ -90,6 +90,23 @@ def test_changes_names_what_a_continued_run_may_not_change():
     assert changes(old, new) == ['stage1.lr: 0.1 → 0.2']
     old['data']['streaming'] = new['data']['streaming'] = True  # the order of a stream depends on its workers
     assert changes(old, new) == ['data.workers: 8 → 3', 'stage1.lr: 0.1 → 0.2']
+
+
+def test_a_continued_run_may_have_other_epochs_where_they_are_still_to_come():
+    old, new = to_dict(RunConfig()), to_dict(RunConfig())
+    assert changed_epochs(old, new, 2, 10) == []
+    new['stage2']['epochs'] = 20
+    assert changes(old, new) == []
+    said = 'stage2.epochs: 10 → 20; the learning rate follows the schedule of 20 epochs from here on'
+    assert changed_epochs(old, new, 2, 10) == changed_epochs(old, new, 1, 90) == [said]
+    new['stage2']['epochs'] = 4
+    assert len(changed_epochs(old, new, 2, 4)) == 1
+    with pytest.raises(ValueError, match=r'stage2.epochs must be at least 5, .*, got 4'):
+        changed_epochs(old, new, 2, 5)
+    new['stage1']['epochs'] = 100
+    assert len(changed_epochs(old, new, 1, 90)) == 2
+    with pytest.raises(ValueError, match='stage 1 is over after its 90 epochs'):
+        changed_epochs(old, new, 2, 0)
 
 
 @pytest.mark.parametrize('file', CONFIGS, ids=lambda file: file.stem)
