@@ -30,7 +30,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from rich.console import Console
 from rich.markup import escape
 from timm.data import Mixup  # pyright: ignore[reportPrivateImportUsage]
-from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim import create_optimizer_v2, param_groups_weight_decay  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.utils import ModelEmaV3  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
@@ -47,7 +47,16 @@ from rotp_vision.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
-from rotp_vision.training.config import RunConfig, StageConfig, changed_epochs, changes, flat, parse_config, to_dict
+from rotp_vision.training.config import (
+    PoolStageConfig,
+    RunConfig,
+    StageConfig,
+    changed_epochs,
+    changes,
+    flat,
+    parse_config,
+    to_dict,
+)
 from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
@@ -71,6 +80,7 @@ from rotp_vision.training.processes import (
 from rotp_vision.training.run import Run, fail
 from rotp_vision.training.sources import open_sources
 
+Rates = dict[str, float | None]
 DRY_STEPS = 4  # of each stage; the first warms up and is not timed
 
 
@@ -218,7 +228,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     show_stage(run, model, stage, settings, steps)
 
     # Optimizer
-    optimizer = create_optimizer_v2(model, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+    optimizer = make_optimizer(model, settings)
     scheduler = make_scheduler(optimizer, settings, steps)
     mixup = make_mixup(settings, len(run.train.classes))
     smoothing = 0.0 if mixup else settings.label_smoothing  # Mixup smooths by itself
@@ -309,7 +319,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             finite = math.isfinite(value)
             share = value / run.shard.processes if finite else 0.0
             mean_loss, infinite, stopping, news = host.sum(share, not finite, bool(run.stop), bool(broken))
-            lr = optimizer.param_groups[0]['lr']
+            rates = learning_rates(optimizer)
             if news:
                 run.note_broken(broken)
             if infinite:
@@ -318,9 +328,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                     save()
                 fail(
                     f'the loss is not finite at stage {stage}, epoch {epoch + 1}, step {progress.step + 1}, learning '
-                    f'rate {lr:.3g}. The state before that step is checkpoint {progress.name}. Lower the learning '
-                    'rate, lengthen the warm-up or clip gradients, and start anew, if you like with that checkpoint as '
-                    '--model.checkpoint'
+                    f'rate {rates["lr"] or rates["pool_lr"]:.3g}. The state before that step is checkpoint '
+                    f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start anew, '
+                    'if you like with that checkpoint as --model.checkpoint'
                 )
             if settings.clip_norm is not None:
                 accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
@@ -345,8 +355,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                     started, first_step = time.perf_counter(), 1
                 continue
             if logs and (progress.step % config.log_every == 0 or progress.step == steps):
-                logs.step(stage, epoch, mean_loss, lr, speed, data_time / elapsed)
-                accelerator.log({'train/loss': mean_loss, 'train/lr': lr}, step=offset + updates + 1)
+                logs.step(stage, epoch, mean_loss, rates, speed, data_time / elapsed)
+                shown = {f'train/{name}': rate for name, rate in rates.items() if rate is not None}
+                accelerator.log({'train/loss': mean_loss, **shown}, step=offset + updates + 1)
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or stopping or progress.step == steps:
                 save()
@@ -364,7 +375,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         seconds = time.perf_counter() - started
         if logs:
             logs.weights(averaged, epoch + 1)
-            logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, optimizer.param_groups[0]['lr'], seconds)
+            logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, learning_rates(optimizer), seconds)
             accelerator.log({f'val/{key}': value for key, value in metrics.items()}, step=offset + (epoch + 1) * steps)
         run.console.print(
             f'stage {stage}  epoch {epoch + 1:3d}/{settings.epochs}  loss {progress.loss_sum / steps:.4f}  '
@@ -384,6 +395,34 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
     return model
+
+
+def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
+    """timm's optimizer. In stage 2 the parameters of ROT pools are groups of their own, marked `pooling`."""
+    pools = rotp_vision.rot_pools(model)
+    fixed = {f'{path}.{name}' for path, pool in pools.items() for name in pool.no_weight_decay()}
+    fixed |= getattr(model, 'no_weight_decay', set)()
+    groups: list[dict[str, Any]] = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=fixed)
+    lr = settings.lr
+    if isinstance(settings, PoolStageConfig):
+        ours = {id(parameter) for pool in pools.values() for parameter in pool.parameters()}
+        alone = settings.train == 'pool'
+        lr = settings.pool_lr if alone else settings.lr
+        # timm's schedules multiply by lr_scale, so that both rates follow the same curve.
+        scale = {} if alone else {'lr_scale': settings.pool_lr / settings.lr}
+        parts = []
+        for pooling, others in ((False, {}), (True, scale)):
+            for group in groups:
+                chosen = [parameter for parameter in group['params'] if (id(parameter) in ours) == pooling]
+                parts.append(group | {'params': chosen, 'pooling': pooling} | others)
+        groups = [group for group in parts if group['params']]
+    return create_optimizer_v2(groups, settings.optimizer, lr, momentum=settings.momentum)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> Rates:
+    """As they are now, of the pooling and of all else; None for what is not trained."""
+    rates = {group.get('pooling', False): group['lr'] for group in optimizer.param_groups}
+    return {'lr': rates.get(False), 'pool_lr': rates.get(True)}
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: StageConfig, steps: int) -> Any:
@@ -474,7 +513,7 @@ def check_stages(config: RunConfig, model: nn.Module) -> None:
                         'false'
                     )
             try:
-                create_optimizer_v2(copied, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+                make_optimizer(copied, settings)
             except (ValueError, TypeError, AssertionError) as error:
                 raise ValueError(f'stage{stage}.optimizer {settings.optimizer!r} cannot be made: {error}') from error
 
@@ -493,14 +532,16 @@ class Logs:
         self.epochs = report.CsvLog(run.output / 'metrics.csv', run.progress.epochs)
         self.learned = report.CsvLog(run.output / 'weights.csv', run.progress.weights)
 
-    def step(self, stage: int, epoch: int, loss: float, lr: float, speed: float, data_time_share: float) -> None:
+    def step(self, stage: int, epoch: int, loss: float, rates: Rates, speed: float, data_time_share: float) -> None:
         place = {'stage': stage, 'epoch': epoch, 'step': self.progress.step}
         timing = {'images_per_second': round(speed, 1), 'data_time_share': round(data_time_share, 3)}
-        self.steps.append({**place, 'loss': loss, 'lr': lr, **timing})
+        self.steps.append({**place, 'loss': loss, **rates, **timing})
 
-    def epoch(self, stage: int, epoch: int, loss: float, metrics: dict[str, float], lr: float, seconds: float) -> None:
+    def epoch(
+        self, stage: int, epoch: int, loss: float, metrics: dict[str, float], rates: Rates, seconds: float
+    ) -> None:
         place = {'stage': stage, 'epoch': epoch}
-        self.epochs.append({**place, 'train_loss': loss, **metrics, 'lr': lr, 'seconds': round(seconds, 2)})
+        self.epochs.append({**place, 'train_loss': loss, **metrics, **rates, 'seconds': round(seconds, 2)})
 
     def weights(self, model: nn.Module, epoch: int) -> None:
         for name, values in report.learned_weights(rotp_vision.rot_pools(model)).items():

@@ -147,9 +147,10 @@ class StageConfig:
 
 @dataclass
 class PoolStageConfig(StageConfig):
-    """How stage 2, the one with ROTP, is optimised: the fields of stage 1 and what is trained.
+    """How stage 2, the one with ROTP, is optimised: the fields of stage 1, of which `lr` is not the pooling's.
 
     Args:
+        pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
         cache_views: augmented views stored per image, used in turn; 0 stores the image as evaluation sees it.
@@ -157,7 +158,9 @@ class PoolStageConfig(StageConfig):
     """
 
     epochs: int = 10
+    optimizer: str = 'adamw'
     lr: float = 0.001
+    pool_lr: float = 0.01
     weight_decay: float = 0.0
     schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
     train: Trained = 'pool'
@@ -284,6 +287,7 @@ def check_config(config: RunConfig) -> None:
             need(amount >= 0, f'{name}.{mixing}', 'at least 0', amount)
         decay = stage.ema_decay
         need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
+    need(stage2.pool_lr > 0, 'stage2.pool_lr', 'positive', stage2.pool_lr)
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)

@@ -15,7 +15,7 @@ from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
 from rotp_vision.training.checkpoint import write_atomically
-from rotp_vision.training.config import PoolConfig, RunConfig, StageConfig
+from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
 from rotp_vision.training.run import Run
@@ -44,7 +44,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         'images': f'{len(run.train):,} for training, {len(run.val):,} for validation, {len(run.train.classes)} classes',
         'batch': f'{config.global_batch_size} = {run.shard.processes} processes × {settings.accumulation} × {micro}',
         'steps': f'{settings.epochs} epochs × {steps} = {settings.epochs * steps:,}',
-        'optimizer': f'{settings.optimizer}, learning rate {settings.lr:g}, {settings.schedule}',
+        'optimizer': f'{settings.optimizer}, learning rate {_rates(settings)}, {settings.schedule}',
         'precision': run.accelerator.mixed_precision,
     }
     if stage == 2:
@@ -55,6 +55,13 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         plan = CachePlan(shape, len(run.train), len(run.val), config.stage2.cache_views)
         facts['cache'] = f'{plan.bytes / 2**30:.2f} GiB of {shape} maps in float16'
     report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
+
+
+def _rates(settings: StageConfig) -> str:
+    if not isinstance(settings, PoolStageConfig):
+        return f'{settings.lr:g}'
+    pooling = f'{settings.pool_lr:g} of the pooling'
+    return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
 
 
 def finish(run: Run, model: nn.Module) -> None:

@@ -8,13 +8,15 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 import rotp_vision
+from rotp_vision.training.config import PoolStageConfig
 from tests.training.runs import ROOT, TINY, Run, Stop, changed
-from train_imagenet import without_resume
+from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
@@ -22,7 +24,7 @@ GROUP_NORM = changed(
     data__val_images=19,
     model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
-    stage2={'epochs': 1, 'lr': 0.05, 'cache_features': True},
+    stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True},
 )
 
 
@@ -189,3 +191,35 @@ def test_from_scratch_with_rotp_in_low_precision(tmp_path):
     run = Run(tmp_path, settings)
     assert run.run('--mixed_precision', 'bf16') == 0, run.text
     assert len(metrics(run)) == 2
+
+
+@pytest.mark.parametrize('train', ['pool', 'pool+classifier', 'all'])
+def test_the_pooling_has_a_learning_rate_of_its_own(train):
+    options = {'solver': 'badmm-e', 'gain': 'channel', 'prior': 'attention', 'prior_width': 4}
+    model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3), options)
+    names = rotp_vision.freeze(model, train)
+    settings = PoolStageConfig(
+        lr=0.2, pool_lr=0.05, train=train, weight_decay=0.1, schedule='cosine', min_lr=0.02, warmup_epochs=1, epochs=3
+    )
+    optimizer = make_optimizer(model, settings)
+    parameters = dict(model.named_parameters())
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group['params']}
+    assert len(groups) == sum(len(group['params']) for group in optimizer.param_groups) == len(names)
+    for name in names:
+        group = groups[id(parameters[name])]
+        assert group['pooling'] == name.startswith('global_pool.')
+        # Matrices decay, those of a learned prior among them; scalars and what else has one axis do not.
+        assert group['weight_decay'] == (0.1 if parameters[name].dim() > 1 else 0.0), name
+
+    def curves(optimizer):
+        scheduler = make_scheduler(optimizer, settings, steps=10)
+        for update in range(30):
+            scheduler.step_update(update)
+            yield learning_rates(optimizer)
+
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.05 if train == 'pool' else 0.2)
+    for rates, expected in zip(curves(optimizer), curves(plain), strict=True):
+        if train == 'pool':
+            assert rates == {'lr': None, 'pool_lr': expected['lr']}
+        else:
+            assert rates == {'lr': expected['lr'], 'pool_lr': 0.25 * expected['lr']}
