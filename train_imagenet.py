@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ from tqdm import tqdm
 import rotp_vision
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
+from rotp_vision.training.calibration import simpler_pooling, start_pooling
 from rotp_vision.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -165,6 +167,8 @@ def main(args: Sequence[str] | None = None) -> None:
             train_transform=train_transform,
             val_transform=val_transform,
             progress=progress,
+            trained=bool(config.stage1.epochs)
+            or (not anew and (config.model.pretrained or bool(config.model.checkpoint))),
         )
         if config.evaluate is not None:
             metrics = run.evaluate(run.place(model), run.val_images(), len(val))
@@ -195,15 +199,14 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     if config.stage2.epochs:
         if checkpoint is None:
             progress.stage, progress.epoch, progress.step = 2, 0, 0
-            trained = config.model.pretrained or config.model.checkpoint is not None
-            if trained and NATIVE not in progress.summary and not config.dry_run:
+            if run.trained and NATIVE not in progress.summary and not config.dry_run:
                 progress.summary[NATIVE] = run.evaluate(run.place(model), run.val_images(), len(run.val))
-        model = train_stage(run, convert_model(model, config.pool), 2, checkpoint)
+        model = train_stage(run, convert_model(model, config.pool, progress.pools), 2, checkpoint)
     if config.dry_run:
         return
     if progress.stage == 2:
         # From the images themselves, whatever the epochs were evaluated from.
-        progress.summary[pool_title(config.pool)] = run.evaluate(model, run.val_images(), len(run.val))
+        progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
     if run.main:
         finish(run, model)
     run.host.wait()
@@ -223,11 +226,24 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if checkpoint is not None:
         model.load_state_dict(checkpoint.model)
     run.place(model)
-    ema = ModelEmaV3(model, settings.ema_decay, use_warmup=True) if settings.ema_decay else None
-    averaged = model if ema is None else ema.module
     show_stage(run, model, stage, settings, steps)
 
+    # What is called: the model, or from the cache on.
+    maps = None
+    if stage == 2 and config.stage2.cache_features and not config.dry_run:
+        try:
+            maps = build_cache(run, model)
+        except (ValueError, OSError) as error:
+            fail(error)
+    if stage == 2 and checkpoint is None and not config.dry_run:
+        progress.simpler = {title: [*pooling] for title, pooling in start_pooling(run, model, maps).items()}
+        progress.pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
+        rotp_vision.freeze(model, config.stage2.train)  # a new prior trains too
+        compare_poolings(run, model, maps)
+
     # Optimizer
+    ema = ModelEmaV3(model, settings.ema_decay, use_warmup=True) if settings.ema_decay else None
+    averaged = model if ema is None else ema.module
     optimizer = make_optimizer(model, settings)
     scheduler = make_scheduler(optimizer, settings, steps)
     mixup = make_mixup(settings, len(run.train.classes))
@@ -237,16 +253,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         if ema is not None:
             ema.module.load_state_dict(checkpoint.state['ema'])
 
-    # What is called: the model, or from the cache on. DDP must see the whole of it: gradients of a part called by
-    # itself would stay unsynchronised without an error.
-    maps = None
-    if stage == 2 and config.stage2.cache_features and not config.dry_run:
-        try:
-            maps = build_cache(run, model)
-        except (ValueError, OSError) as error:
-            fail(error)
+    # DDP must see the whole of what is called: gradients of a part called by itself would stay unsynchronised without
+    # an error.
     wrapped, optimizer = accelerator.prepare(PoolAndClassifier(model) if maps else model, optimizer)
-    evaluated = PoolAndClassifier(averaged) if maps else averaged
     if config.compile:
         wrapped.compile()
     if checkpoint is None:
@@ -329,8 +338,8 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                 fail(
                     f'the loss is not finite at stage {stage}, epoch {epoch + 1}, step {progress.step + 1}, learning '
                     f'rate {rates["lr"] or rates["pool_lr"]:.3g}. The state before that step is checkpoint '
-                    f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start anew, '
-                    'if you like with that checkpoint as --model.checkpoint'
+                    f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start '
+                    'anew, if you like with that checkpoint as --model.checkpoint'
                 )
             if settings.clip_norm is not None:
                 accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
@@ -367,11 +376,8 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         bar.close()
 
         # The end of an epoch
-        share_buffers(evaluated, accelerator)
-        if maps:
-            metrics = run.evaluate(evaluated, maps.val_batches(run.local_batch, run.shard), maps.val.readable)
-        else:
-            metrics = run.evaluate(evaluated, run.val_images(), len(run.val))
+        share_buffers(averaged, accelerator)
+        metrics = validate(run, averaged, maps)
         seconds = time.perf_counter() - started
         if logs:
             logs.weights(averaged, epoch + 1)
@@ -395,6 +401,24 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
     return model
+
+
+def validate(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, float]:
+    """Loss and accuracy on the validation images, from their maps where these are stored."""
+    if maps is None:
+        return run.evaluate(model, run.val_images(), len(run.val))
+    return run.evaluate(PoolAndClassifier(model), maps.val_batches(run.local_batch, run.shard), maps.val.readable)
+
+
+def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> None:
+    """Rows of the table at the end: the pooling before it trains, and simpler ones in its place."""
+    if not run.trained:
+        return
+    for title, (power, gain) in run.progress.simpler.items():
+        with simpler_pooling(model, power, gain):
+            run.progress.summary[title] = validate(run, model, maps)
+    start = 'calibrated' if run.config.stage2.calibrate and run.progress.simpler else 'before training'
+    run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:

@@ -151,6 +151,8 @@ class PoolStageConfig(StageConfig):
 
     Args:
         pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
+        calibrate: training images, as evaluation sees them, on which view, prior, temperature and gain of the pooling
+            are chosen before it trains; 0 starts it as `pool.options` say.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
         cache_views: augmented views stored per image, used in turn; 0 stores the image as evaluation sees it.
@@ -163,6 +165,7 @@ class PoolStageConfig(StageConfig):
     pool_lr: float = 0.01
     weight_decay: float = 0.0
     schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
+    calibrate: int = 512
     train: Trained = 'pool'
     cache_features: bool = False
     cache_views: int = 1
@@ -291,6 +294,7 @@ def check_config(config: RunConfig) -> None:
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)
+    need(stage2.calibrate == 0 or stage2.calibrate >= 4, 'stage2.calibrate', '0, or at least 4', stage2.calibrate)
     need(stage2.cache_views >= 0, 'stage2.cache_views', 'at least 0', stage2.cache_views)
     if stage2.cache_features:
         need(stage2.train != 'all', 'stage2.train', "'pool' or 'pool+classifier' with cache_features", stage2.train)

@@ -21,7 +21,7 @@ from rotp_vision.hub import (
     with_new_classifier,
 )
 from rotp_vision.surgery import convert
-from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint
+from rotp_vision.training.checkpoint import MANIFEST, MODEL, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
 
 
@@ -89,8 +89,14 @@ def published_classes(config: ModelConfig) -> int | None:
     return cfg.num_classes if cfg is not None else None
 
 
-def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
-    """The network with its pooling replaced by ROTP."""
+def convert_model(
+    model: nn.Module, config: PoolConfig, pools: Mapping[str, Mapping[str, Any]] | None = None
+) -> nn.Module:
+    """The network with its pooling replaced by ROTP: as configured, or by pools of the given options at their paths."""
+    for path, options in (pools or {}).items():
+        model = convert(model, options, [path], start=None)
+    if pools:
+        return model
     return convert(model, config.options, config.where, start=None)  # the options say where it starts
 
 
@@ -106,22 +112,23 @@ def synchronized(model: nn.Module) -> nn.Module:
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
     """The network of a checkpoint of a run, of an exported directory or of a weights file.
 
-    The directories know what they are of. A file is of the configured network, with the configured pooling where it has
-    more weights than the native network.
+    The directories know what they are of, and so does the weights file in one. Any other file is of the configured
+    network, with the configured pooling where it has more weights than the native network.
     """
     place = Path(path)
+    directory = place.parent if place.name == MODEL else place
     if path == 'model':
         return build_model(config, num_classes)
-    if (place / MANIFEST).is_file():
-        checkpoint = load_checkpoint(place)
+    if (directory / MANIFEST).is_file():
+        checkpoint = load_checkpoint(directory)
         stored = checkpoint.config
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
-            model = convert_model(model, PoolConfig(**stored['pool']))
+            model = convert_model(model, PoolConfig(**stored['pool']), checkpoint.progress.pools)
         model.load_state_dict(load_weights(place))
         return model
-    if (place / 'config.json').is_file():
-        model = load_pretrained(place)
+    if (directory / 'config.json').is_file():
+        model = load_pretrained(directory)
         if getattr(model, 'num_classes', num_classes) != num_classes:
             raise ValueError(f'{path} has {model.num_classes} classes but the data has {num_classes}')
         return model

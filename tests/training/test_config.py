@@ -115,7 +115,7 @@ def test_shipped_configs_parse(file):
     if file.stem.startswith('paper'):
         assert (config.stage1.epochs, config.stage1.lr, config.stage1.weight_decay) == (90, 0.1, 1e-4)
         assert (config.stage2.epochs, config.stage2.pool_lr, config.stage2.train) == (10, 0.001, 'pool')
-        assert config.stage2.optimizer == 'sgd'
+        assert (config.stage2.optimizer, config.stage2.calibrate) == ('sgd', 0)
         assert config.global_batch_size == 256
         assert config.model.name == file.stem.removeprefix('paper_')
 

@@ -1,3 +1,5 @@
+from dataclasses import asdict
+
 import pytest
 import timm
 import torch
@@ -48,6 +50,16 @@ def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, tra
     rotp_vision.save_pretrained(model, tmp_path / 'export', model_args=TINY.kwargs)
     for path in (directory, tmp_path / 'export'):
         assert load_for_evaluation(str(path), ModelConfig('resnet18'), PoolConfig(), 5).eval()(IMAGES).equal(expected)
+
+
+def test_a_checkpoint_knows_the_pooling_that_calibration_chose(tmp_path):
+    chosen = PoolConfig({'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar', 'smoothness': 0.5})
+    model = convert_model(build_model(TINY, 5), chosen).eval()
+    pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
+    config = to_dict(RunConfig(model=TINY))  # whose pooling has another view
+    directory = save_checkpoint(tmp_path, Progress(stage=2, pools=pools), config, model.state_dict(), {'ema': None}, 2)
+    for path in (directory, directory / 'model.safetensors'):
+        assert load_for_evaluation(str(path), TINY, PoolConfig(), 5).eval()(IMAGES).equal(model(IMAGES))
 
 
 def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path):

@@ -24,7 +24,7 @@ GROUP_NORM = changed(
     data__val_images=19,
     model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
-    stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True},
+    stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True, 'calibrate': 0},
 )
 
 
@@ -52,13 +52,18 @@ def single(tmp_path_factory):
     return run
 
 
-def test_two_processes_follow_the_same_curve(tmp_path, single):
-    run = Run(tmp_path, GROUP_NORM)
+def in_two_processes(run):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
     command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
     environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_two_processes_follow_the_same_curve(tmp_path, single):
+    run = Run(tmp_path, GROUP_NORM)
+    done = in_two_processes(run)
     assert '8 = 2 processes × 1 × 4' in done.stdout
     assert done.stdout.count('Learned weights') == 1  # one process speaks
     # Stage 2 reads maps from the cache, in float16: of such a map any value may be rounded the other way.
@@ -67,6 +72,26 @@ def test_two_processes_follow_the_same_curve(tmp_path, single):
     assert [row['images'] for row in metrics(run)] == ['19', '19']  # 10 and 9, none twice
     for ours, theirs in zip(metrics(run), metrics(single), strict=True):
         assert float(ours['loss']) == pytest.approx(float(theirs['loss']), abs=1e-4)
+
+
+def table(text):
+    """Rows of the last table of a run: title → loss."""
+    rows = [line.split('│')[1:-1] for line in text.split('Validation')[-1].splitlines() if line.startswith('│')]
+    return {row[0].strip(): float(row[3]) for row in rows if len(row) == 5}
+
+
+@pytest.mark.parametrize('cached', [False, True])
+def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
+    """Each evaluates a half of the images: with another view on one of them, another loss would come out."""
+    settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
+    settings['pool']['options'] = {'solver': 'sinkhorn', 'view': 'identity', 'gain': 'scalar', 'smoothness': 1e-3}
+    run = Run(tmp_path, settings)
+    rows = table(in_two_processes(run).stdout)
+    assert list(rows)[:2] == ['native pooling', 'average + gain']
+    assert rows['ROTP sinkhorn calibrated'] == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
+    assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
+    ((_, loss),) = table(run.text).items()
+    assert loss == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
 
 
 def test_a_finished_run_has_all_it_promises(single):

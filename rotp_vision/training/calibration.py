@@ -1,0 +1,111 @@
+"""Where stage 2 starts: the pooling as training images have it, and what simpler poolings make of the same images."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from rotp_vision.calibration import calibrate
+from rotp_vision.layers import pool_options
+from rotp_vision.layers.global_pool import MapPool
+from rotp_vision.surgery import rot_pools
+from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
+from rotp_vision.training.data import Batch, ValImages, chosen_loader
+from rotp_vision.training.run import Run
+from rotp_vision.training.sources import StreamSource
+
+NUM_IMAGES = 512  # on which the simpler poolings are fitted where the pooling itself is not calibrated
+BATCH = 64
+AVERAGE = 'average + gain'
+
+
+def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, tuple[float, float]]:
+    """Calibrates the pooling of `model` as stage2.calibrate says; the main process computes, all end with the same.
+
+    Returns:
+        The simpler poolings that were fitted beside it, by title: power of the mean, and gain.
+    """
+    count = run.config.stage2.calibrate
+    found, problem, broken = None, None, list[str]()
+    if not run.trained:
+        problem = 'the classifier is not trained yet'
+    elif isinstance(run.train, StreamSource):
+        problem = 'a stream has no sample of training images'
+    elif run.main:
+        copied = copy.deepcopy(model)
+        batches = _training_images(run, maps, count or NUM_IMAGES, broken)
+        try:
+            report = calibrate(
+                PoolAndClassifier(copied) if maps and maps.as_evaluated else copied,
+                ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
+                max_images=count or NUM_IMAGES,
+            )
+        except ValueError as error:
+            problem = str(error)
+        else:
+            found = _state(copied), {AVERAGE: (1.0, report.average.gain)}
+            if count:
+                run.console.print(report.table(limit=3), soft_wrap=True, markup=False)
+    found, problem = run.host.gather((found, problem))[0]
+    run.note_broken(broken)
+    if found is None:
+        run.console.print(f'the pooling starts as configured, not calibrated: {problem}', soft_wrap=True, markup=False)
+        return {}
+    state, simpler = found
+    if count:
+        _set_state(model, state)
+    return simpler
+
+
+def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: list[str]) -> Iterator[Batch]:
+    """Training images, or their maps, as evaluation sees them; the same for every run of the seed."""
+    assert not isinstance(run.train, StreamSource)
+    order = np.random.default_rng((run.config.seed, len(run.train))).permutation(len(run.train))[:count].tolist()
+    # The batch does not depend on the number of processes: neither does, then, what rounding makes of a choice.
+    chosen = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
+    if maps is not None and maps.as_evaluated:
+        yield from (maps.train[0][indices] for indices in chosen)
+        return
+    for batch in chosen_loader(ValImages(run.train, run.val_transform), run.config.data, chosen):
+        broken += batch.broken
+        yield batch
+
+
+def _state(model: nn.Module) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Options and weights of every ROT pool."""
+    return {
+        path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
+        for path, pool in rot_pools(model).items()
+    }
+
+
+def _set_state(model: nn.Module, state: Mapping[str, tuple[dict[str, Any], dict[str, Tensor]]]) -> None:
+    for path, pool in rot_pools(model).items():
+        options, weights = state[path]
+        pool.set_view(pool_options(options).view)
+        pool.load_state_dict(weights)
+
+
+@contextmanager
+def simpler_pooling(model: nn.Module, power: float, gain: float) -> Iterator[None]:
+    """The model with the mean of powers, with a gain, in the place of its global ROT pool's plan."""
+    pool = next(pool for pool in rot_pools(model).values() if isinstance(pool, MapPool))
+
+    def replace(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        return pool.shaped(gain * _mean(pool.sets(args[0]), power))
+
+    hook = pool.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _mean(sets: Tensor, power: float) -> Tensor:
+    if power == 1:
+        return sets.mean(2)
+    return sets.clamp_min(1e-6).pow(power).mean(2).pow(1 / power)
