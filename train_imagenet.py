@@ -38,6 +38,7 @@ from torch import nn
 from tqdm import tqdm
 
 import rotp_vision
+from rotp_vision.evaluation import Places, counted_places, places_sentence
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
 from rotp_vision.training.calibration import simpler_pooling, start_pooling
@@ -204,11 +205,14 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
         model = train_stage(run, convert_model(model, config.pool, progress.pools), 2, checkpoint)
     if config.dry_run:
         return
+    told = None
     if progress.stage == 2:
         # From the images themselves, whatever the epochs were evaluated from.
-        progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
+        with counted_places(model) as places:
+            progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
+        told = tell_places(run, places)
     if run.main:
-        finish(run, model)
+        finish(run, model, told)
     run.host.wait()
 
 
@@ -419,6 +423,13 @@ def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> N
             run.progress.summary[title] = validate(run, model, maps)
     start = 'calibrated' if run.config.stage2.calibrate and run.progress.simpler else 'before training'
     run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
+
+
+def tell_places(run: Run, places: Places) -> str | None:
+    """How far the plan is from uniform, by the images of all processes."""
+    used, count = run.host.sum(sum(float(some.sum()) for some in places.used), sum(map(len, places.used)))
+    total = max(run.host.gather(places.total))
+    return places_sentence(used / count, total) if count else None
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:

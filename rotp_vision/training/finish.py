@@ -64,11 +64,13 @@ def _rates(settings: StageConfig) -> str:
     return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
 
 
-def finish(run: Run, model: nn.Module) -> None:
-    """Tables, pictures and the exported model."""
+def finish(run: Run, model: nn.Module, told: str | None) -> None:
+    """Tables, pictures and the exported model; `told` is said of the pooling below the table."""
     progress, output = run.progress, run.output
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
+    if told:
+        run.console.print(told, soft_wrap=True, markup=False)
     for title, metrics in progress.summary.items():
         if not math.isfinite(metrics['loss']):
             run.console.print(

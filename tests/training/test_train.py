@@ -3,6 +3,7 @@
 import csv
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,6 +101,7 @@ def test_a_finished_run_has_all_it_promises(single):
     assert 'native pooling' in single.text
     assert 'ROTP sinkhorn' in single.text
     assert 'global_pool.gain' in single.text
+    assert re.search(r'The plan uses 1[\d.]+ of 16 places', single.text)
     model = rotp_vision.load_pretrained(single.output / 'export')
     state = load_file(single.checkpoints[-1] / 'model.safetensors')
     assert all(value.equal(state[name]) for name, value in model.state_dict().items())
