@@ -255,14 +255,18 @@ def _verify(args: argparse.Namespace):
 def _visualize(args: argparse.Namespace):
     files: list[Path] = []
     titles: list[str] = []
+    total = 0
     for name in map(Path, args.images):
         found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
+        total += len(ImageFiles(name, None)) if name.is_dir() else 1
         files += found
         # Files of class folders often have the same names: their folders tell them apart.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
     model = load_pretrained(args.model)
-    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index):
+    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):
         print(f'wrote {path}')
+    if len(files) < total:
+        print(f'{len(files)} of {total} images drawn; --limit draws more of each folder')
 
 
 if __name__ == '__main__':
