@@ -1,17 +1,17 @@
 """Where stage 2 starts: the pooling as training images have it, and what simpler poolings make of the same images."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from rotp_vision.calibration import calibrate
-from rotp_vision.layers import pool_options
-from rotp_vision.layers.global_pool import MapPool
+from rotp_vision.calibration import Calibration, calibrate
+from rotp_vision.heads import find_global_pool, sets_of
+from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
 from rotp_vision.training.data import Batch, ValImages, chosen_loader
@@ -23,7 +23,7 @@ BATCH = 64
 # Right predictions beyond which a loss on the training images says nothing: it falls with every gain, while that on
 # others rises.
 KNOWN = 0.99
-AVERAGE = 'average + gain'
+PoolStates = dict[str, tuple[dict[str, Any], dict[str, Tensor]]]  # options and weights by path
 
 
 def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, tuple[float, float]]:
@@ -47,28 +47,40 @@ def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict
                 ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
                 max_images=count or NUM_IMAGES,
             )
+            found = _found(copied, report, with_gem=maps is not None)
+            if count:
+                path, _ = find_global_pool(copied)
+                run.console.print(f'\n{replace(report, path=path)}\n', soft_wrap=True, markup=False)
         except ValueError as error:
             problem = str(error)
-        else:
-            right = report.average.accuracy
-            if right >= KNOWN:
-                problem = (
-                    f'the network is right on {100 * right:.1f} % of its training images, so that no gain on them is too '
-                    'large; stage2.label_smoothing holds it back in training'
-                )
-        if problem is None:
-            found = _state(copied), {AVERAGE: (1.0, report.average.gain)}
-            if count:
-                run.console.print(report.table(limit=3), soft_wrap=True, markup=False)
     found, problem = run.host.gather((found, problem))[0]
     run.note_broken(broken)
     if found is None:
         run.console.print(f'the pooling starts as configured, not calibrated: {problem}', soft_wrap=True, markup=False)
         return {}
-    state, simpler = found
-    if count:
-        _set_state(model, state)
+    states, simpler = found
+    for path, pool in rot_pools(model).items() if count else ():
+        options, weights = states[path]
+        pool.set_options(options)
+        pool.load_state_dict(weights)
     return simpler
+
+
+def _found(model: nn.Module, report: Calibration, with_gem: bool) -> tuple[PoolStates, dict[str, tuple[float, float]]]:
+    """The calibrated pooling, and the simpler ones, if the images can tell anything of them."""
+    if report.average.top1 >= KNOWN:
+        raise ValueError(
+            f'the network is right on {100 * report.average.top1:.1f} % of its training images, so that no gain is too '
+            'large for them; stage2.label_smoothing holds it back in training'
+        )
+    simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
+    if with_gem and report.gem.power is not None:
+        simpler[report.gem.name] = (report.gem.power, report.gem.gain)
+    states = {
+        path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
+        for path, pool in rot_pools(model).items()
+    }
+    return states, simpler
 
 
 def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: list[str]) -> Iterator[Batch]:
@@ -85,30 +97,16 @@ def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: li
         yield batch
 
 
-def _state(model: nn.Module) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
-    """Options and weights of every ROT pool."""
-    return {
-        path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
-        for path, pool in rot_pools(model).items()
-    }
-
-
-def _set_state(model: nn.Module, state: Mapping[str, tuple[dict[str, Any], dict[str, Tensor]]]) -> None:
-    for path, pool in rot_pools(model).items():
-        options, weights = state[path]
-        pool.set_view(pool_options(options).view)
-        pool.load_state_dict(weights)
-
-
 @contextmanager
 def simpler_pooling(model: nn.Module, power: float, gain: float) -> Iterator[None]:
     """The model with the mean of powers, with a gain, in the place of its global ROT pool's plan."""
-    pool = next(pool for pool in rot_pools(model).values() if isinstance(pool, MapPool))
+    _, pool = find_global_pool(model)
 
-    def replace(module: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
-        return pool.shaped(gain * _mean(pool.sets(args[0]), power))
+    def pool_simply(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        pooled = gain * _mean(sets_of(pool, args[0]), power)
+        return pool.shaped(pooled) if isinstance(pool, GlobalROTPool2d) else pooled
 
-    hook = pool.register_forward_hook(replace)
+    hook = pool.register_forward_hook(pool_simply)
     try:
         yield
     finally:

@@ -94,10 +94,10 @@ def convert_model(
 ) -> nn.Module:
     """The network with its pooling replaced by ROTP: as configured, or by pools of the given options at their paths."""
     for path, options in (pools or {}).items():
-        model = convert(model, options, [path], start=None)
+        model = convert(model, options, [path])
     if pools:
         return model
-    return convert(model, config.options, config.where, start=None)  # the options say where it starts
+    return convert(model, config.options, config.where)
 
 
 def synchronized(model: nn.Module) -> nn.Module:

@@ -13,9 +13,9 @@ def folder(tmp_path):
 
 def settings_of(folder, **stage2):
     """Plain images of four colours, which a network soon knows by heart."""
-    data = {'path': str(folder), 'image_size': 32, 'workers': 0, 'scale': [1.0, 1.0]}
+    data = {'path': str(folder), 'image_size': 64, 'workers': 0, 'scale': [1.0, 1.0]}
     model = {'name': 'test_resnet'}
-    stage1 = {'epochs': 25, 'optimizer': 'adamw', 'lr': 0.003}
+    stage1 = {'epochs': 20, 'optimizer': 'adamw', 'lr': 0.01, 'schedule': 'cosine'}
     return changed(TINY, data=data, model=model, stage1=stage1, stage2={'epochs': 1, **stage2})
 
 
