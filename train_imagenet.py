@@ -41,7 +41,7 @@ import rotp_vision
 from rotp_vision.evaluation import Places, counted_places, places_sentence
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
-from rotp_vision.training.calibration import simpler_pooling, start_pooling
+from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
 from rotp_vision.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -404,6 +404,12 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if ema is not None:
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
+    if stage == 2 and config.stage2.train != 'pool':
+        # What else was trained would serve average pooling as well.
+        gain = average_gain(run, model, maps)
+        if gain is not None:
+            with simpler_pooling(model, 1.0, gain):
+                progress.summary['average + gain, rest as trained'] = validate(run, model, maps)
     return model
 
 

@@ -23,64 +23,72 @@ BATCH = 64
 # Right predictions beyond which a loss on the training images says nothing: it falls with every gain, while that on
 # others rises.
 KNOWN = 0.99
-PoolStates = dict[str, tuple[dict[str, Any], dict[str, Tensor]]]  # options and weights by path
 
 
 def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, tuple[float, float]]:
-    """Calibrates the pooling of `model` as stage2.calibrate says; the main process computes, all end with the same.
+    """Calibrates the pooling of `model` as stage2.calibrate says; all processes end with the same.
 
     Returns:
         The simpler poolings that were fitted beside it, by title: power of the mean, and gain.
     """
-    count = run.config.stage2.calibrate
-    found, problem, broken = None, None, list[str]()
-    if not run.trained:
-        problem = 'the classifier is not trained yet'
-    elif isinstance(run.train, StreamSource):
-        problem = 'a stream has no sample of training images'
-    elif run.main:
-        copied = copy.deepcopy(model)
-        batches = _training_images(run, maps, count or NUM_IMAGES, broken)
-        try:
-            report = calibrate(
-                PoolAndClassifier(copied) if maps and maps.as_evaluated else copied,
-                ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
-                max_images=count or NUM_IMAGES,
-            )
-            found = _found(copied, report, with_gem=maps is not None)
-            if count:
-                path, _ = find_global_pool(copied)
-                run.console.print(f'\n{replace(report, path=path)}\n', soft_wrap=True, markup=False)
-        except ValueError as error:
-            problem = str(error)
-    found, problem = run.host.gather((found, problem))[0]
-    run.note_broken(broken)
-    if found is None:
+    copied = copy.deepcopy(model)
+    report, problem = _fitted(run, copied, maps)
+    if report is None:
         run.console.print(f'the pooling starts as configured, not calibrated: {problem}', soft_wrap=True, markup=False)
         return {}
-    states, simpler = found
-    for path, pool in rot_pools(model).items() if count else ():
-        options, weights = states[path]
-        pool.set_options(options)
-        pool.load_state_dict(weights)
+    if run.config.stage2.calibrate:
+        path, _ = find_global_pool(copied)
+        run.console.print(f'\n{replace(report, path=path)}\n', soft_wrap=True, markup=False)
+        calibrated = {
+            path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
+            for path, pool in rot_pools(copied).items()
+        }
+        for path, (options, weights) in run.host.gather(calibrated)[0].items():
+            pool = rot_pools(model)[path]
+            pool.set_options(options)
+            pool.load_state_dict(weights)
+    simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
+    if maps is not None and report.gem.power is not None:
+        simpler[report.gem.name] = (report.gem.power, report.gem.gain)
     return simpler
 
 
-def _found(model: nn.Module, report: Calibration, with_gem: bool) -> tuple[PoolStates, dict[str, tuple[float, float]]]:
-    """The calibrated pooling, and the simpler ones, if the images can tell anything of them."""
-    if report.average.top1 >= KNOWN:
-        raise ValueError(
+def average_gain(run: Run, model: nn.Module, maps: FeatureCache | None) -> float | None:
+    """The gain that training images give average pooling in the place of the pool; None where they cannot tell."""
+    report, _ = _fitted(run, copy.deepcopy(model), maps, views=('rms',), priors=('uniform',))
+    return None if report is None else report.average_gain.gain
+
+
+def _fitted(
+    run: Run, model: nn.Module, maps: FeatureCache | None, **search: Any
+) -> tuple[Calibration, None] | tuple[None, str]:
+    """The model calibrated by the main process, with the report on all of them; or why that is of no use."""
+    count = run.config.stage2.calibrate or NUM_IMAGES
+    if not run.trained:
+        return None, 'the classifier is not trained yet'
+    if isinstance(run.train, StreamSource):
+        return None, 'a stream has no sample of training images'
+    report, problem, broken = None, '', list[str]()
+    if run.main:
+        batches = _training_images(run, maps, count, broken)
+        try:
+            report = calibrate(
+                PoolAndClassifier(model) if maps and maps.as_evaluated else model,
+                ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
+                max_images=count,
+                **search,
+            )
+        except ValueError as error:
+            problem = str(error)
+    report, problem = run.host.gather((report, problem))[0]
+    run.note_broken(broken)
+    if report is not None and report.average.top1 >= KNOWN:
+        problem = (
             f'the network is right on {100 * report.average.top1:.1f} % of its training images, so that no gain is too '
             'large for them; stage2.label_smoothing holds it back in training'
         )
-    simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
-    if with_gem and report.gem.power is not None:
-        simpler[report.gem.name] = (report.gem.power, report.gem.gain)
-    states = {
-        path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
-        for path, pool in rot_pools(model).items()
-    }
-    return states, simpler
+        report = None
+    return (None, problem) if report is None else (report, None)
 
 
 def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: list[str]) -> Iterator[Batch]:

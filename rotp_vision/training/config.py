@@ -159,7 +159,7 @@ class PoolStageConfig(StageConfig):
     epochs: int = 10
     optimizer: str = 'adamw'
     lr: float = 0.001
-    pool_lr: float = 0.01
+    pool_lr: float = 0.05
     weight_decay: float = 0.0
     schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
     calibrate: int = 512
