@@ -161,7 +161,7 @@ class PoolStageConfig(StageConfig):
     lr: float = 0.001
     pool_lr: float = 0.05
     weight_decay: float = 0.0
-    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
+    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'cosine'
     calibrate: int = 512
     train: Trained = 'pool'
     cache_features: bool = False
