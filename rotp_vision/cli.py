@@ -5,7 +5,6 @@ import ast
 import copy
 import logging
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +22,7 @@ from rotp_vision.calibration import Metric, calibrate
 from rotp_vision.evaluation import ImageFiles, compare
 from rotp_vision.hub import (
     build,
+    fit_weights,
     load_pretrained,
     native_of,
     num_classes_of,
@@ -135,20 +135,13 @@ def _load(args: argparse.Namespace) -> nn.Module:
         kwargs['pretrained'] = True
     model = build(args.model, **kwargs)
     if args.checkpoint:
-        _load_weights(model, args)
+        fit_weights(
+            model,
+            read_state_dict(args.checkpoint),
+            f'{args.checkpoint} does not fit {args.model}',
+            'choose the network that it was trained with, and its --num-classes',
+        )
     return model.eval()
-
-
-def _load_weights(model: nn.Module, args: argparse.Namespace):
-    state = read_state_dict(args.checkpoint)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = '\n  '.join(textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5])
-        raise ValueError(
-            f'{args.checkpoint} does not fit {args.model}:\n  {reason}\n'
-            'choose the network that it was trained with, and its --num-classes'
-        ) from error
 
 
 def _refuse_existing(args: argparse.Namespace):
@@ -262,14 +255,18 @@ def _verify(args: argparse.Namespace):
 def _visualize(args: argparse.Namespace):
     files: list[Path] = []
     titles: list[str] = []
+    total = 0
     for name in map(Path, args.images):
         found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
+        total += len(ImageFiles(name, None)) if name.is_dir() else 1
         files += found
         # Files of class folders often have the same names: their folders tell them apart.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
     model = load_pretrained(args.model)
-    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index):
+    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):
         print(f'wrote {path}')
+    if len(files) < total:
+        print(f'{len(files)} of {total} images drawn; --limit draws more of each folder')
 
 
 if __name__ == '__main__':

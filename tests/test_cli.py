@@ -193,3 +193,4 @@ def test_visualize(place, saved, tmp_path, capsys):
     assert (tmp_path / 'out' / 'sheet.png').stat().st_size > 10_000
     titles = re.findall('<h2>(.*?)</h2>', (tmp_path / 'out' / 'index.html').read_text())
     assert titles == ['ant/0.png', 'bee/1.png', '0.png', '1.png', '0.png']
+    assert '5 of 13 images drawn' in capsys.readouterr().out
