@@ -239,17 +239,29 @@ def _verify(args: argparse.Namespace):
     loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)
     unlabelled = images.why_no_labels(num_classes_of(model))
     result = compare(original, model, loader, not unlabelled, args.device)
-    if result.top1 is None or result.top5 is None:
+    if unlabelled:
         print(f'no accuracies: {unlabelled}')
     else:
-        table = Table('', 'original', 'converted')
-        table.add_row('top-1 %', *(f'{100 * value:.2f}' for value in result.top1))
-        table.add_row('top-5 %', *(f'{100 * value:.2f}' for value in result.top5))
+        table = Table('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')
+        rows = {'original': result.original, 'average + gain': result.average_gain, 'converted': result.converted}
+        for name, score in rows.items():
+            if score is not None:
+                top5 = '' if score.top5 is None else f'{100 * score.top5:.2f}'
+                table.add_row(name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5)
         Console().print(table)
+        if result.average_gain is not None:
+            print('average + gain: average pooling with a gain fitted on the other half of these images')
     print(
         f'{result.num_images} images: same prediction {100 * result.agreement:.2f} %, '
         f'largest logit difference {result.largest_difference:.4g}'
     )
+    if result.gain is not None and result.gain != 1.0:
+        print(
+            f'the gain of {result.gain:.4g} scales the logits; to those of the original scaled alike the largest '
+            f'difference is {result.beyond_gain:.4g}'
+        )
+    if result.places:
+        print(result.places)
 
 
 def _visualize(args: argparse.Namespace):

@@ -15,6 +15,7 @@ BELOW = {
     'models': {'core', 'layers'},
     'surgery': {'core', 'layers'},
     **dict.fromkeys(TOOLS, NETWORKS),
+    'evaluation': NETWORKS | {'calibration'},
     'training': NETWORKS | TOOLS | {'__init__'},
     'cli': NETWORKS | TOOLS | {'training'},
     'run': {'__init__'},

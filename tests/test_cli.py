@@ -114,6 +114,22 @@ def test_verify_and_revert(place, saved, capsys):
     assert run('verify', '--model', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
     assert 'has no class folders' in capsys.readouterr().out
 
+
+def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
+    """A gain by itself scales the logits: it is named, and average pooling is shown with one as well."""
+    model = rotp_vision.load_pretrained(saved)
+    model.global_pool.set_weights(gain=0.25)
+    rotp_vision.save_pretrained(model, tmp_path / 'gain')
+    assert run('verify', '--model', tmp_path / 'gain', '--images', place / 'images', '--workers', 0) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split('│')[1].strip(): line.split('│')[2:5] for line in shown.splitlines() if line.count('│') > 3}
+    assert list(rows) == ['original', 'average + gain', 'converted']
+    assert all(float(loss) > 0 for loss, *_ in rows.values())
+    largest = float(re.search(r'largest logit difference (\S+)', shown)[1])
+    beyond = float(re.search(r'the gain of 0.25 scales the logits; .* difference is (\S+)', shown)[1])
+    assert beyond < 0.1 * largest
+    assert re.search(r'The plan uses \S+ of \d+ places: the pooling is still average pooling', shown)
+
     assert run('revert', '--model', saved, '--output', place / 'reverted.safetensors') == 0
     native, reverted = load_file(place / 'native.safetensors'), load_file(place / 'reverted.safetensors')
     assert native.keys() == reverted.keys()
