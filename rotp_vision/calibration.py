@@ -212,7 +212,7 @@ def calibrate(
     rows = {name: _row(name, judged, average, average_gain) for name, judged in (peers | tried).items()}
     best, chosen = average_gain, None
     for name, judged in tried.items():
-        if _is_better(judged, best, metric) and not _costs_accuracy(judged, average):
+        if _is_better(judged, best, metric) and not _exceeds(average.right, judged.right):
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
     _install(pool, best.found, best.gain if chosen or helps else 1.0)
@@ -246,18 +246,14 @@ def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
 
 
-def _is_better(ours: '_Judged', theirs: '_Judged', metric: Metric) -> bool:
+def _exceeds(ours: Tensor, theirs: Tensor) -> bool:
     """Whether by more than a standard error."""
-    if metric == 'top1':
-        gained, error = _difference(ours.right, theirs.right)
-    else:
-        gained, error = _difference(theirs.loss, ours.loss)
-    return gained > error
+    difference, error = _difference(ours, theirs)
+    return difference > error
 
 
-def _costs_accuracy(ours: '_Judged', average: '_Judged') -> bool:
-    gained, error = _difference(ours.right, average.right)
-    return gained < -error
+def _is_better(ours: '_Judged', theirs: '_Judged', metric: Metric) -> bool:
+    return _exceeds(ours.right, theirs.right) if metric == 'top1' else _exceeds(theirs.loss, ours.loss)
 
 
 def _sentence(chosen: '_Judged', average_gain: '_Judged', gem: '_Judged') -> str:
@@ -408,7 +404,28 @@ class _Search:
                     best, least = setting, cost
                 if best != start:
                     break
-        return best
+        return self._mildest(best, images, prior)
+
+    def _mildest(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
+        """Of the settings that are not worse than the best by a standard error, the one that changes features least.
+
+        The loss is flat around its minimum, and a sharper pooling, which a smaller gain shows, tends to cost accuracy.
+        """
+        if self.metric == 'top1':
+            return best
+
+        def loss(setting: Setting) -> Tensor:
+            curve = self.known[setting].of(images)
+            return curve.at(*curve.best())[0]
+
+        def change(setting: Setting) -> float:
+            curve = self.known[setting].of(images)
+            return abs(math.log(curve.gain(*curve.best())))
+
+        least = loss(best)
+        mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
+        mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
+        return min([best, *mild], key=change)
 
     def _cost(self, curve: _Curve, images: Tensor) -> float:
         loss, right = (values.mean() for values in curve.of(images).at(*curve.of(images).best()))
@@ -449,7 +466,7 @@ class _Search:
 
         if not with_gain or self.head.scale_free:
             return at(torch.zeros(1))
-        coarse = at(0.4 * torch.arange(-8, 4))
+        coarse = at(0.4 * torch.arange(-8, 8))
         return at(coarse.log_gains[coarse.best()[0]] + 0.1 * torch.arange(-4, 5)) if self.head.affine else coarse
 
     def _spreads(self, views: Sequence[View]) -> dict[View, float]:

@@ -23,7 +23,7 @@ class Peaks(nn.Module):
         self.global_pool = nn.AdaptiveAvgPool2d(1)
         self.fc = nn.Linear(4, 4)
         with torch.no_grad():
-            self.fc.weight.copy_(torch.eye(4) * 4)
+            self.fc.weight.copy_(torch.eye(4) * 12)
             self.fc.bias.zero_()
 
     def forward_head(self, x):
@@ -51,7 +51,7 @@ def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
     x, y = peaks(1024, 2)
     with torch.no_grad():
         held_out = F.cross_entropy(model(x), y).item()
-    assert held_out == pytest.approx(report.chosen.loss, rel=0.1)
+    assert held_out == pytest.approx(report.chosen.loss, rel=0.2)  # 256 images judge to within 0.04
     assert 'differs from average + gain by -' in report.sentence
     assert report.sentence in str(report)
     assert '(chosen)' in report.table()
@@ -59,14 +59,15 @@ def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
     assert (tmp_path / 'plot.png').stat().st_size > 5000
 
 
-def energies(count, seed, noise=1.0):
-    """Where the features are strong, their mean tells the class; elsewhere there is noise of the same mean."""
+def energies(count, seed):
+    """An object, on which all channels are strong and the class's a little more so; elsewhere some channel is."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(4, (count,), generator=generator)
-    x = noise * torch.rand(count, 4, 8, 8, generator=generator)
-    mark = 2 * torch.rand(count, 4, 9, generator=generator)
-    mark[torch.arange(count), y] += 0.7
-    x[:, :, 2:5, 4:7] = mark.view(count, 4, 3, 3)
+    alone = F.one_hot(torch.randint(4, (count, 8, 8), generator=generator), 4).permute(0, 3, 1, 2)
+    x = 2.2 * torch.rand(count, 1, 8, 8, generator=generator) * alone
+    thing = 1.2 + 0.3 * torch.randn(count, 4, 3, 3, generator=generator)
+    thing[torch.arange(count), y] += 0.3
+    x[:, :, 2:5, 4:7] = thing
     return x, y
 
 
@@ -78,10 +79,11 @@ def test_finds_the_norm_prior_where_energy_tells_the_object():
     assert norm.loss < uniform.loss
     pool = model.global_pool
     assert pool.options.prior == 'norm'
-    assert pool.named_weights()['norm_power'].item() == pytest.approx(norm.setting.power) > 0.5
+    assert pool.named_weights()['norm_power'].item() == pytest.approx(norm.setting.power)
+    assert norm.setting.power > 0.5
     x, y = energies(1024, 1)
     with torch.no_grad():
-        assert F.cross_entropy(model(x), y).item() == pytest.approx(norm.loss, rel=0.1)
+        assert F.cross_entropy(model(x), y).item() == pytest.approx(norm.loss, abs=0.1)  # 256 images judge to 0.04
     uniform_only = calibrate(model, [energies(256, 0)], priors=['uniform'])
     assert len(uniform_only.tried) == 1
     assert pool.options.prior == 'uniform'
@@ -120,12 +122,12 @@ def test_fits_and_judges_on_different_images():
 def test_the_gain_alone_is_found():
     model = Peaks()
     with torch.no_grad():
-        model.fc.weight.mul_(5.0)
+        model.fc.weight.mul_(10.0)
     report = calibrate(convert(model, example_input=torch.rand(2, 4, 8, 8)), [peaks(256, 0)])
     x, y = peaks(256, 0)
 
     def loss(gain):
-        return F.cross_entropy(gain * 20 * x.mean((2, 3)), y).item()
+        return F.cross_entropy(gain * 120 * x.mean((2, 3)), y).item()
 
     gain = report.average_gain.gain
     assert loss(gain) < min(loss(0.97 * gain), loss(1.03 * gain)) < loss(1.0)
