@@ -122,7 +122,7 @@ def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
 
 def test_a_finished_run_can_be_made_longer(tmp_path):
     """Its end is that of a run of so many epochs from the beginning, where the learning rate does not depend on it."""
-    settings = changed(TINY, stage1__epochs=1, stage2__epochs=1)
+    settings = changed(TINY, stage1__epochs=1, stage2__epochs=1, stage2__schedule='constant')
     run, long = Run(tmp_path / 'a', settings), Run(tmp_path / 'b', changed(settings, stage2__epochs=2))
     assert run.run() == 0, run.text
     assert run.run('--resume', 'auto', '--stage2.epochs', '2') == 0, run.text
