@@ -156,11 +156,13 @@ def save_pretrained(
         made.mkdir()
         if cfg and not base.startswith(TORCHVISION):
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
+            written = json.loads((made / 'config.json').read_text())
+            # timm 1.0.31 adds what it records of a network, its pool's name too, which is not what makes this one.
+            written['model_args'] = arguments
             if other_images:
                 # The weights are for as many channels: nothing is to be made of them that fits.
-                written = json.loads((made / 'config.json').read_text())
                 written['pretrained_cfg']['first_conv'] = None
-                (made / 'config.json').write_text(json.dumps(written, indent=2))
+            (made / 'config.json').write_text(json.dumps(written, indent=2))
         else:
             seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
             config['pretrained_cfg'] = seen | {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
@@ -342,6 +344,7 @@ def rotp_converted(
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
+    kwargs.pop('pretrained_model_args', None)  # of timm from 1.0.31 on: those of config.json, which are ours
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another that is asked for, the network is the native one.
