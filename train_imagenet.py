@@ -63,6 +63,7 @@ from rotp_vision.training.processes import (
     KeptBuffers,
     LossWatch,
     check_launch,
+    exit_status,
     random_state,
     seed_all,
     set_random_state,
@@ -510,11 +511,11 @@ def without_resume(args: Sequence[str]) -> list[str]:
 
 def leave(run: Run) -> NoReturn:
     """Ends a run that a signal stopped, with everything saved."""
-    cause = run.stop[0] if run.stop else 'a signal to another process'
+    cause = next(name for names in run.host.gather(run.stop) for name in names)
     run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
     run.console.print(f'  python {shlex.join(without_resume(sys.argv))} --resume auto', soft_wrap=True, markup=False)
     run.accelerator.end_training()
-    raise SystemExit(0)
+    raise SystemExit(exit_status(cause))
 
 
 if __name__ == '__main__':

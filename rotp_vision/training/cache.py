@@ -7,6 +7,7 @@ all of them, so that batches are composed exactly as without the cache.
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +21,8 @@ from rotp_vision.training.checkpoint import force_to_disk
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
-from rotp_vision.training.run import Run, fail
+from rotp_vision.training.processes import exit_status, iterate
+from rotp_vision.training.run import Run
 from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
@@ -173,7 +175,7 @@ class FeatureCache:
         """As `train_loader`, of maps; views take turns by epoch."""
         maps = self.train[epoch % len(self.train)]
         batches = epoch_batches(len(maps), global_batch, accumulation, shard, seed, epoch, start)
-        return iter(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
+        return iterate(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
 
     def val_batches(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """As `val_loader`, of maps."""
@@ -186,7 +188,12 @@ def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches; a signal ends the process here, as there may be hours of them."""
     for batch in batches:
         if run.stop:
-            fail(f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto')
+            print(
+                f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto',
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(exit_status(run.stop[0]))
         yield batch
 
 

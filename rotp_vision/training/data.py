@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.processes import random_state, seed_all, set_random_state
+from rotp_vision.training.processes import iterate, random_state, seed_all, set_random_state
 from rotp_vision.training.sources import Source, StreamSource, UnreadableImage, decode_row
 
 Transform = Callable[[Any], Tensor]
@@ -221,13 +221,13 @@ def train_loader(
         passes, workers = start * accumulation, max(config.workers, 1)
         # Workers serve the batches in turn; what the least busy one has served is passed over by all unread.
         dataset = StreamImages(source, transform, shard, seed=seed, epoch=epoch, skip=passes // workers * size)
-        stream = iter(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
+        stream = iterate(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
         for _ in range(passes):
             next(stream)
         return stream
     batches = epoch_batches(len(source), global_batch, accumulation, shard, seed, epoch, start)
     dataset = TrainImages(source, transform, seed, epoch)
-    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+    return iterate(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 
 def val_loader(
@@ -236,7 +236,7 @@ def val_loader(
     """Batches of one process's share of the validation images: every one in exactly one process, none twice."""
     if isinstance(source, StreamSource):
         dataset = StreamImages(source, transform, shard, seed=None, epoch=0, skip=0)
-        return iter(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
+        return iterate(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
     return shard_loader(ValImages(source, transform), config, batch_size, shard)
 
 
@@ -246,7 +246,7 @@ def shard_loader(
     """Batches of every processes-th image from the rank-th on, each once and in order."""
     mine = range(shard.rank, len(dataset), shard.processes)
     batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]
-    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+    return iterate(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 
 def _loading(config: DataConfig) -> dict[str, Any]:

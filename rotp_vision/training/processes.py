@@ -3,8 +3,10 @@
 import os
 import random
 import signal
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -105,9 +108,14 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list to which SIGTERM and SIGINT append their names instead of ending the process; a second SIGINT does."""
+    """A list to which SIGTERM, SIGINT and SIGHUP append their names instead of ending the process; a second SIGINT
+    does. What the process was told to ignore, as nohup does with SIGHUP, stays ignored.
+    """
     caught: list[str] = []
 
     def remember(number: int, frame: object) -> None:
@@ -115,12 +123,48 @@ def stop_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in heard}
     try:
         yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_status(name: str) -> int:
+    """The status with which shells expect a process to end that a signal stopped."""
+    return 128 + signal.Signals[name]
+
+
+def iterate(loader: DataLoader) -> Iterator[Any]:
+    """The batches of a loader whose workers leave signals to the main process.
+
+    Schedulers and terminals signal a whole process group. A worker that died of that would take the main process with
+    it in the middle of its last checkpoint.
+    """
+    loader.worker_init_fn = _ignore_stop_signals
+    # Held back until a worker ignores them.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    if loader.num_workers:
+        # At its end a process sends its workers a SIGTERM, which these do not hear, and waits for them. They end when
+        # the loader tells them to, before their queues close (priority 10).
+        Finalize(batches, _end_workers, (weakref.ref(batches),), exitpriority=20)
+    return batches
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(batches: weakref.ref[Any]) -> None:
+    if (alive := batches()) is not None:
+        alive._shutdown_workers()
 
 
 def random_state() -> dict[str, Any]:

@@ -31,6 +31,17 @@ def test_signals_are_remembered_and_a_second_interrupt_ends():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_signal_that_the_process_was_told_to_ignore_stays_ignored():
+    """As nohup tells it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_signals() as caught:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert caught == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_loss_watch_reads_what_was_recorded():
     watch = LossWatch(torch.device('cpu'))
     loss = torch.tensor(0.25, requires_grad=True)
