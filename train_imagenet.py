@@ -64,14 +64,15 @@ from rotp_vision.training.processes import (
     LossWatch,
     check_launch,
     exit_status,
+    hold,
     random_state,
     seed_all,
     set_random_state,
     share_buffers,
     stop_signals,
 )
-from rotp_vision.training.run import Run, fail
-from rotp_vision.training.sources import open_sources
+from rotp_vision.training.run import Run, fail, is_first_process
+from rotp_vision.training.sources import data_changes, inventory, open_sources
 
 DRY_STEPS = 4  # of each stage; the first warms up and is not timed
 
@@ -88,6 +89,8 @@ def main(args: Sequence[str] | None = None) -> None:
         if config.evaluate is None:
             steps_per_epoch(len(train), config.global_batch_size)
         if not only_looking:
+            if Path(config.output).is_dir() and is_first_process():
+                hold(Path(config.output))
             checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
     except (ValueError, OSError) as error:
         fail(error)
@@ -115,6 +118,15 @@ def main(args: Sequence[str] | None = None) -> None:
     if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
         fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
 
+    data = {'train': inventory(train), 'val': inventory(val)}
+    if checkpoint is not None and (lines := data_changes(checkpoint.progress.data, data)):
+        if not config.allow_changed_data:
+            fail(
+                'the images are not those that the run began with:\n  ' + '\n  '.join(lines) + '\nGive it those, or '
+                'continue with these by --allow-changed-data'
+            )
+        console.print('[yellow]warning:[/] ' + escape('; '.join(lines)), soft_wrap=True)
+
     # Model, on every process from the same seed
     seed_all(config.seed)
     try:
@@ -132,6 +144,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
         fail(error)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
+    progress.data = data
 
     # An evaluation has nothing to save: a signal ends it.
     with contextlib.nullcontext([]) if config.evaluate is not None else stop_signals() as stop:
@@ -162,10 +175,13 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     if run.main and not config.dry_run:
         try:
             run.output.mkdir(parents=True, exist_ok=True)
+            hold(run.output)
             clear_leftovers(run.output)
             write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
         except OSError as error:
             fail(f'cannot write to --output {run.output}: {error}')
+        except ValueError as error:
+            fail(error)
     if config.trackers and not config.dry_run:
         run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
     if checkpoint is not None:

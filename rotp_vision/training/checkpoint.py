@@ -37,6 +37,7 @@ class Progress:
     weights: list[dict[str, Any]] = field(default_factory=list)  # rows of weights.csv
     summary: dict[str, dict[str, float]] = field(default_factory=dict)  # rows of the table at the end
     broken: list[str] = field(default_factory=list)  # names of unreadable images met so far
+    data: dict[str, Any] = field(default_factory=dict)  # the images, as `sources.inventory` tells them
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ def save_checkpoint(
         manifest = {
             'progress': asdict(progress),
             'config': config,
-            'digests': {name: _digest(temporary / name) for name in (MODEL, STATE)},
+            'digests': {name: digest_of(temporary / name) for name in (MODEL, STATE)},
         }
         text = json.dumps(manifest | {'digest': _manifest_digest(manifest)})
         (temporary / MANIFEST).write_text(text)
@@ -152,13 +153,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if manifest.pop('digest') != _manifest_digest(manifest):
             raise ValueError(f'{MANIFEST} is not what was written')
         for name, digest in manifest['digests'].items():
-            if _digest(path / name) != digest:
+            if digest_of(path / name) != digest:
                 raise ValueError(f'{name} is not what was written')
         model = load_file(path / MODEL)
         state = torch.load(path / STATE, map_location='cpu', weights_only=True)
         return Checkpoint(path, Progress(**manifest['progress']), manifest['config'], model, state)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{path} is not a whole checkpoint: {error}') from error
+    except Exception as error:  # whatever is wrong with it, there may be one before it
+        raise ValueError(f'{path} is not a whole checkpoint: {error!r}') from error
 
 
 def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
@@ -190,7 +191,8 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
     return None, warnings
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(1 << 20):

@@ -174,6 +174,7 @@ class RunConfig:
         output: directory of the run: checkpoints, metrics, pictures, export.
         resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
             that checkpoint.
+        allow_changed_data: continue a run although its classes or images are not those that it began with.
         dry_run: print the plan and a time estimate from a few steps, write nothing.
         evaluate: only evaluate: a checkpoint directory, an exported directory, or a weights file of the configured
             network, native or with the configured pooling; `model` for the network as configured.
@@ -197,6 +198,7 @@ class RunConfig:
 
     output: str = 'runs/train'
     resume: str = 'never'
+    allow_changed_data: bool = False
     dry_run: bool = False
     evaluate: str | None = None
     seed: int = 0
@@ -219,7 +221,7 @@ class RunConfig:
 
 # What may differ between a run and its continuation: none of it changes a number that the run computes.
 FREE_ON_RESUME = (
-    *('output', 'resume', 'dry_run', 'evaluate', 'log_every', 'checkpoint_every', 'keep', 'trackers'),
+    *('output', 'resume', 'allow_changed_data', 'dry_run', 'evaluate', 'log_every', 'checkpoint_every', 'keep', 'trackers'),
     *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
 )
 

@@ -1,13 +1,18 @@
 """Processes of a run: the launch check, agreement between them, signals, random state."""
 
+import errno
+import fcntl
 import os
 import random
 import signal
+import socket
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 import torch
@@ -33,6 +38,30 @@ def check_launch(accelerator: Accelerator) -> None:
             f'this script runs on one process or data parallel (DDP); {accelerator.distributed_type.value} shards the '
             'model, which its checkpoints do not cover. Use a file of configs/accelerate/'
         )
+
+
+_held: dict[Path, TextIO] = {}
+
+
+def hold(directory: Path) -> None:
+    """Keeps other runs out of a directory until this process ends, however it does; ValueError says who is in it."""
+    if directory in _held:
+        return
+    file = (directory / '.lock').open('a+')
+    try:
+        # Not flock, whose lock the data workers of a process that was killed would hold a while longer.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        file.seek(0)
+        raise ValueError(
+            f'{directory} is in use by {file.read() or "another run"}: wait for it, stop it or choose another --output'
+        ) from error
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+    file.flush()
+    _held[directory] = file
 
 
 class HostGroup:

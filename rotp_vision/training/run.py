@@ -110,8 +110,13 @@ class Run:
         return {'loss': loss / count, 'top1': 100 * top1 / count, 'top5': 100 * top5 / count, 'images': int(count)}
 
 
+def is_first_process() -> bool:
+    """Whether this is the main process, also before the processes know of each other."""
+    return os.environ.get('RANK', '0') == '0'
+
+
 def fail(error: object) -> NoReturn:
     """Ends the process with a message instead of a traceback; of several processes one speaks."""
-    if os.environ.get('RANK', '0') == '0':
+    if is_first_process():
         print(f'error: {error}', file=sys.stderr, flush=True)
     raise SystemExit(1)

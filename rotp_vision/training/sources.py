@@ -1,5 +1,6 @@
 """Where images come from: a folder, Hugging Face datasets, or the generated set; each checked before anything runs."""
 
+import hashlib
 import io
 import os
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class FolderSource:
 
         if not directory.is_dir():
             raise ValueError(f'data.path must hold the split as a directory, but there is no {directory}')
+        self.directory = directory
         self.classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
         self.files: list[str] = []
         self.labels: list[int] = []
@@ -185,6 +187,36 @@ def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSo
     if length is None:
         raise ValueError(f'the size of split {split!r} is not published: give data.train_images and data.val_images')
     return StreamSource(dataset, config, split, length)
+
+
+def inventory(source: Source | StreamSource) -> dict[str, Any]:
+    """What tells a split from what it was before something came, went or was renamed, in plain values."""
+    digest = None
+    if isinstance(source, FolderSource):
+        prefix = len(str(source.directory)) + 1  # the folder may move
+        digest = hashlib.sha256('\n'.join(file[prefix:] for file in source.files).encode()).hexdigest()
+    elif isinstance(source, HubSource):
+        digest = source.dataset._fingerprint
+    return {'classes': source.classes, 'images': len(source), 'digest': digest}
+
+
+def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How the splits differ from what they were, one line each; both as {split: inventory}."""
+    lines = []
+    for split, new in now.items():
+        old = before.get(split, {})
+        gone = [name for name in old.get('classes', ()) if name not in set(new['classes'])]
+        come = [name for name in new['classes'] if name not in set(old.get('classes', ()))]
+        if gone or come:
+            told = [f'{word} {", ".join(names[:5])}' for word, names in (('without', gone), ('with', come)) if names]
+            lines.append(f'{split}: classes {" and ".join(told)}')
+        elif old['classes'] != new['classes']:
+            lines.append(f'{split}: classes in another order')
+        if old.get('images') != new['images']:
+            lines.append(f'{split}: {old.get("images")} → {new["images"]} images')
+        elif old['digest'] != new['digest']:
+            lines.append(f'{split}: other files, as many as before')
+    return lines
 
 
 def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, Source | StreamSource]:

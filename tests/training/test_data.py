@@ -8,7 +8,7 @@ from PIL import Image
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Shard, epoch_batches, split_batch, train_loader, transforms, val_loader
 from rotp_vision.training.processes import random_state
-from rotp_vision.training.sources import open_sources
+from rotp_vision.training.sources import data_changes, inventory, open_sources
 
 NORM = ((0.5,) * 3, (0.5,) * 3)
 ALONE = Shard(0, 1)
@@ -206,6 +206,22 @@ def test_a_stream_continues_where_it_was(parquet, workers, monkeypatch):
     assert sum(len(batch.labels) for batch in whole) == 16
     assert any(batch.broken for batch in whole)
     assert_same(whole[3:], epoch(3, 5))
+
+
+@pytest.mark.parametrize('kind', ['parquet', 'arrow'])
+def test_an_inventory_of_a_hub_set_is_the_same_until_the_set_is_another(parquet, tmp_path, kind):
+    import datasets
+
+    def train(path):
+        source, _ = open_sources(DataConfig(source='hf', path=str(path)), 0)
+        return {'train': inventory(source)}
+
+    before = train(parquet / kind)
+    assert data_changes(before, train(parquet / kind)) == []
+    splits = datasets.load_from_disk(str(parquet / 'arrow'))
+    splits['train'] = splits['train'].select(range(11, -1, -1))
+    splits.save_to_disk(tmp_path / 'other')
+    assert data_changes(before, train(tmp_path / 'other')) == ['train: other files, as many as before']
 
 
 @pytest.mark.parametrize('processes', [1, 2])

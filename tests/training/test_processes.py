@@ -1,12 +1,15 @@
 import os
 import signal
+import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.utils import DistributedType
 
-from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, stop_signals
+from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, hold, stop_signals
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -40,6 +43,20 @@ def test_a_signal_that_the_process_was_told_to_ignore_stays_ignored():
             assert caught == []
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_directory_is_held_until_the_process_ends(tmp_path):
+    hold(tmp_path)
+    hold(tmp_path)  # by this process: nothing new
+    code = 'import sys; from pathlib import Path; from rotp_vision.training.processes import hold; hold(Path({!r}))'
+    other = [sys.executable, '-c', code.format(str(tmp_path))]
+    done = subprocess.run(other, capture_output=True, text=True)
+    assert f'is in use by process {os.getpid()} on {socket.gethostname()} since 2' in done.stderr
+    place = tmp_path / 'other'
+    place.mkdir()
+    killed = [*other[:2], code.format(str(place)) + '; import os; os.kill(os.getpid(), 9)']
+    assert subprocess.run(killed).returncode == -signal.SIGKILL
+    hold(place)
 
 
 def test_loss_watch_reads_what_was_recorded():

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import rotp_vision
+from rotp_vision.training.processes import hold
 from tests.training.runs import ROOT, TINY, Run, Stop, changed
 from train_imagenet import without_resume
 
@@ -130,6 +131,43 @@ def test_stage_2_by_itself_from_a_checkpoint_with_broken_images(tmp_path, single
     run = Run(tmp_path / 'b', changed(settings, data__max_broken=0))
     assert run.run() == 1
     assert 'more than data.max_broken = 0' in run.text
+
+
+def test_a_second_run_in_a_directory_is_refused(tmp_path):
+    run = Run(tmp_path, changed(TINY, stage1__epochs=1, stage2__epochs=0))
+    run.output.mkdir()
+    hold(run.output)
+    assert run.run('--resume', 'auto') == 1
+    assert f'{run.output} is in use by process {os.getpid()} on ' in run.text
+    assert not run.checkpoints
+    assert run.run('--dry-run') == 0, run.text  # which writes nothing
+
+
+def test_a_continued_run_notices_other_data(tmp_path):
+    data = images(tmp_path / 'images')
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}, stage2={'epochs': 0})
+    settings['stage1'] = {'epochs': 1}
+    run = Run(tmp_path, settings)
+    assert run.run() == 0, run.text
+    moved = data.rename(tmp_path / 'elsewhere')
+    resume = ('--resume', 'auto', '--data.path', str(moved))
+    assert run.run(*resume) == 0, run.text
+
+    for split in ('train', 'val'):
+        (moved / split / '0').rename(moved / split / 'z')
+    assert run.run(*resume) == 1
+    assert 'train: classes without 0 and with z' in run.text
+    for split in ('train', 'val'):
+        (moved / split / 'z').rename(moved / split / '0')
+    (moved / 'train/1/3.png').rename(moved / 'train/1/7.png')
+    assert run.run(*resume) == 1
+    assert 'train: other files, as many as before' in run.text
+    (moved / 'train/1/7.png').rename(moved / 'train/1/3.png')
+    (moved / 'val/1/3.png').unlink()
+    assert run.run(*resume) == 1
+    assert 'val: 20 → 19 images' in run.text
+    assert 'Traceback' not in run.text
+    assert run.run(*resume, '--allow-changed-data') == 0, run.text
 
 
 def test_wrong_beginnings_end_with_a_message(tmp_path):
