@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from rotp_vision import bench
 from rotp_vision.calibration import calibrate
-from rotp_vision.evaluation import ImageFiles, compare
+from rotp_vision.evaluation import ImageFiles, compare, image_batches
 from rotp_vision.hub import (
     build,
     load_pretrained,
@@ -243,9 +243,10 @@ def _verify(args: argparse.Namespace):
         args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, num_classes_of(model)
         original = _load(args)
     images = ImageFiles(args.images, _transform(model), args.limit)
-    loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)
+    batches = image_batches(images, args.batch_size, args.workers)
     unlabelled = images.why_no_labels(num_classes_of(model))
-    result = compare(original, model, loader, not unlabelled, args.device)
+    total = -(-len(images) // args.batch_size)
+    result = compare(original, model, batches, not unlabelled, args.device, total)
     if result.top1 is None or result.top5 is None:
         print(f'no accuracies: {unlabelled}')
     else:

@@ -15,9 +15,10 @@ from timm.data import create_transform  # pyright: ignore[reportPrivateImportUsa
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from rotp_vision.images import UnreadableImage
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.processes import iterate, random_state, seed_all, set_random_state
-from rotp_vision.training.sources import Source, StreamSource, UnreadableImage, decode_row
+from rotp_vision.training.sources import Source, StreamSource, decode_row
 
 Transform = Callable[[Any], Tensor]
 
@@ -91,7 +92,7 @@ class TrainImages(Dataset):
             try:
                 image, label = self.source.read(place % len(self))
             except UnreadableImage as error:
-                broken.append(str(error))
+                broken.append(error.name)
                 continue
             return apply_seeded(self.transform, image, self.seed, self.epoch, index), label, broken
         raise RuntimeError(f'no readable image in the training split; the last was {broken[-1]}')
@@ -113,7 +114,7 @@ class ValImages(Dataset):
         try:
             image, label = self.source.read(index)
         except UnreadableImage as error:
-            return self.filler, -1, [str(error)]
+            return self.filler, -1, [error.name]
         return self.transform(image), label, []
 
 
@@ -141,9 +142,9 @@ class StreamImages(IterableDataset):
             try:
                 image, label = decode_row(row, self.source.config, f'{self.source.split} {where}[{place}]')
             except UnreadableImage as error:
-                broken.append(str(error))
+                broken.append(error.name)
                 if self.seed is None:
-                    yield None, -1, [str(error)]
+                    yield None, -1, [error.name]
                 continue
             if self.seed is None:
                 yield self.transform(image), label, []

@@ -12,7 +12,7 @@ import torchvision
 from timm.layers import convert_sync_batchnorm  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
-from rotp_vision.hub import TORCHVISION, build, load_pretrained, read_state_dict
+from rotp_vision.hub import TORCHVISION, build, load_pretrained, read_state_dict, refuse_foreign
 from rotp_vision.surgery import convert
 from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
@@ -78,6 +78,7 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
     if (place / MANIFEST).is_file():
         checkpoint = load_checkpoint(place)
         stored = checkpoint.config
+        refuse_foreign(stored['model']['name'], stored['model']['kwargs'])
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
             model = convert_model(model, PoolConfig(**stored['pool']))

@@ -9,12 +9,9 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.generated import CLASSES, generate
-
-
-class UnreadableImage(Exception):
-    """An image that cannot be decoded; its message is the image's name."""
 
 
 class Source(Protocol):
@@ -27,15 +24,6 @@ class Source(Protocol):
     def read(self, index: int) -> tuple[Image.Image, int]:
         """The decoded image and its label; raises UnreadableImage."""
         ...
-
-
-def decode(file: Any, name: str) -> Image.Image:
-    """An RGB image from a path or a file; UnreadableImage with its name where that fails."""
-    try:
-        with Image.open(file) as image:
-            return image.convert('RGB')
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableImage(name) from error
 
 
 class FolderSource:
@@ -66,7 +54,7 @@ class FolderSource:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        return decode(self.files[index], self.files[index]), self.labels[index]
+        return open_image(self.files[index]), self.labels[index]
 
 
 class GeneratedSource:
@@ -87,13 +75,14 @@ class GeneratedSource:
 
 def decode_row(row: dict[str, Any], config: DataConfig, name: str) -> tuple[Image.Image, int]:
     """Image and label of a row whose image is still {bytes, path}."""
-    image = row[config.image_key]
+    image, label = row[config.image_key], row[config.label_key]
+    if label is None:
+        raise ValueError(f'{name} has no {config.label_key}')
+    if image is None or (image.get('bytes') is None and not image.get('path')):
+        raise UnreadableImage(name, 'there is none')
     name = image.get('path') or name
-    if image.get('bytes') is None and not image.get('path'):
-        raise UnreadableImage(name)
-    return decode(io.BytesIO(image['bytes']) if image.get('bytes') is not None else image['path'], name), int(
-        row[config.label_key]
-    )
+    file = image['path'] if image.get('bytes') is None else io.BytesIO(image['bytes'])
+    return open_image(file, name), int(label)
 
 
 class HubSource:

@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 from matplotlib.figure import Figure
-from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
 from rotp_vision.visualize.files import to_pixels, to_png, write_whole
 from rotp_vision.visualize.history import SYMBOLS
@@ -68,8 +68,7 @@ def visualize(
     rows, sections = [], []
     maps = None
     for path, title in zip(paths, titles, strict=True):
-        with Image.open(path) as image:
-            x = transform(image.convert('RGB')).unsqueeze(0)
+        x = transform(open_image(path)).unsqueeze(0)
         maps = pool_maps(model, x.to(like))
         seen = _displayed(x[0], config['mean'], config['std'])
         found = None if maps.classifier is None else evidence(maps, class_index)
