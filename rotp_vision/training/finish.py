@@ -60,6 +60,8 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
 def finish(run: Run, model: nn.Module) -> None:
     """Tables, pictures and the exported model."""
     progress, output = run.progress, run.output
+    loading = export(model, run.config, output / 'export')  # first: no picture may cost it
+    run.place(model)
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     for title, metrics in progress.summary.items():
@@ -77,7 +79,7 @@ def finish(run: Run, model: nn.Module) -> None:
         pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
     run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
     run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
-    run.console.print(f'load it:  {export(model, run.config, output / "export")}', soft_wrap=True, markup=False)
+    run.console.print(f'load it:  {loading}', soft_wrap=True, markup=False)
 
 
 def export(model: nn.Module, config: RunConfig, directory: Path) -> str:

@@ -156,7 +156,7 @@ def plot_looked(
     drawn = None
     for column, title in enumerate(titles):
         axes[0, column].imshow(pictures[column])
-        axes[0, column].set_title(title, fontsize=8)
+        axes[0, column].set_title(title, fontsize=8, parse_math=False)
         axes[1, column].imshow(pictures[column].mean(-1), cmap='gray', vmin=0, vmax=1)
         drawn = axes[1, column].imshow(heat[column], cmap='inferno', alpha=0.7, vmin=0, vmax=top)
         for row in (0, 1):

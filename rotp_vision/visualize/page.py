@@ -105,7 +105,10 @@ def _draw_row(
     panels = figure.subplots(1, num_panels)
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
-    panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9)
+    # Names are text: a $ in one begins no formula.
+    panels[0].set_title(
+        f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False
+    )
     share = maps.sample_marginal[0].cpu().float() * maps.sample_marginal[0].numel()
     places = ' × '.join(str(size) for size in share.shape)
     panels[1].set_title(f'mass of the plan ({places} places)\n1 = as average pooling', fontsize=9)
@@ -116,7 +119,8 @@ def _draw_row(
             (panels[2], found.rotp[0].cpu().float(), 'ROTP'),
             (panels[3], found.average[0].cpu().float(), 'average pooling'),
         ):
-            axes.set_title(f'{pooling}: logit {float(part.sum()) + bias:.2f}\nevidence for {name}', fontsize=9)
+            logit = float(part.sum()) + bias
+            axes.set_title(f'{pooling}: logit {logit:.2f}\nevidence for {name}', fontsize=9, parse_math=False)
             _overlay(axes, image, part, EVIDENCE_COLOURS, 0.0)
     for axes in panels:
         axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))

@@ -170,6 +170,23 @@ def test_a_continued_run_notices_other_data(tmp_path):
     assert run.run(*resume, '--allow-changed-data') == 0, run.text
 
 
+def test_names_are_no_formulas_and_no_picture_costs_the_export(tmp_path):
+    data = images(tmp_path / 'images')
+    for split in ('train', 'val'):
+        (data / split / '0').rename(data / split / '$_$')
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0})
+    settings['stage1'], settings['stage2'] = {'epochs': 1}, {'epochs': 1}
+    run = Run(tmp_path, settings)
+    run.output.mkdir()
+    (run.output / 'curves.png').mkdir()
+    assert run.run() == 1
+    assert 'Is a directory' in run.text
+    assert rotp_vision.load_pretrained(run.output / 'export').num_classes == 4
+    (run.output / 'curves.png').rmdir()
+    assert run.run('--resume', 'auto') == 0, run.text
+    assert (run.output / 'looked.png').is_file()
+
+
 def test_wrong_beginnings_end_with_a_message(tmp_path):
     run = Run(tmp_path, TINY)
     assert run.run('--stage1.epochs', '0') == 1
