@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
     _add_source(command)
+    command.add_argument('--random-weights', action='store_true', help='convert a network that nobody has trained')
     command.add_argument(
         '--pool',
         default=DEFAULT.solver,
@@ -164,6 +166,13 @@ def _convert(args: argparse.Namespace):
     given = dict(_assignment(text) for text in args.set)
     options = pool_options((DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool}) | given)
     model = _load(args)
+    weights = args.checkpoint or args.pretrained or args.model.startswith('hf-hub:') or Path(args.model).is_dir()
+    if bool(weights) == args.random_weights:
+        raise ValueError(
+            f'{args.model} comes with weights: leave --random-weights out'
+            if weights
+            else f'{args.model} alone has random weights: give --checkpoint or --pretrained, or say --random-weights'
+        )
     where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
     convert(model, options, where=where, start=None if 'start' in given else args.start)
     print(describe(model))
@@ -217,7 +226,7 @@ def _inspect(args: argparse.Namespace):
     for pool in find_pools(model):
         shape = ' × '.join(str(size) for size in pool.input_shape[1:])
         verdict = pool.reason or 'yes'
-        table.add_row(pool.path, pool.kind, pool.old, shape, verdict)
+        table.add_row(*map(escape, (pool.path, pool.kind, pool.old, shape, verdict)))
     Console().print(table)
 
 

@@ -288,8 +288,16 @@ def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False)
 def _write_weights(model: nn.Module, path: Path) -> Path:
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path, metadata={'format': 'pt'})
+    open_by_umask(path)
     _sync(path)
     return path
+
+
+def open_by_umask(path: Path):
+    """Lets others read a file as far as the umask does; safetensors makes it for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _sync(path: Path):

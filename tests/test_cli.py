@@ -61,7 +61,7 @@ def test_convert_with_options_and_calibration(place, capsys):
 
 @pytest.mark.parametrize(('word', 'coupled'), [('true', True), ('True', True), ('false', False), ('False', False)])
 def test_set_reads_booleans(place, tmp_path, word, coupled):
-    command = ['convert', '--model', 'test_resnet', '--pool', 'badmm-e', '--set', f'coupled={word}']
+    command = ['convert', '--model', 'test_resnet', '--random-weights', '--pool', 'badmm-e', '--set', f'coupled={word}']
     assert run(*command, '--set', 'prior_width=null', '--output', tmp_path / 'new') == 0
     (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
     assert pool.options.coupled is coupled
@@ -69,7 +69,10 @@ def test_set_reads_booleans(place, tmp_path, word, coupled):
 
 @pytest.mark.parametrize('solver', ['sinkhorn', 'badmm-e', 'badmm-q'])
 def test_help_says_what_a_pool_stands_for(tmp_path, capsys, solver):
-    assert run('convert', '--model', 'test_resnet', '--pool', solver, '--output', tmp_path / 'new') == 0
+    assert (
+        run('convert', '--model', 'test_resnet', '--random-weights', '--pool', solver, '--output', tmp_path / 'new')
+        == 0
+    )
     (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
     with pytest.raises(SystemExit):
         run('convert', '--help')
@@ -121,7 +124,7 @@ def test_verify_and_revert(place, saved, capsys):
         (['convert', '--model', 'test_resnet', '--num-classes', '-3', '--output', '{place}/new'],
          '--num-classes must be positive, or 0 for no classifier, got -3'),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
-        (['convert', '--model', 'test_vit', '--output', '{place}/new'], 'class token'),
+        (['convert', '--model', 'test_vit', '--random-weights', '--output', '{place}/new'], 'class token'),
         (['convert', '--model', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model'),
         (['convert', '--model', 'test_resnet', '--output', '{place}/converted'], 'exists; choose another --output'),
         (['convert', '--model', 'test_vit2', '--checkpoint', '{place}/native.safetensors', '--output', '{place}/new'],
@@ -133,7 +136,8 @@ def test_verify_and_revert(place, saved, capsys):
         (['verify', '--model', '{place}/converted', '--images', '{place}/images', '--limit', '0'],
          'at least one image'),
         (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'weights of its own'),
-        (['convert', '--model', 'torchvision:resnet18', '--calibrate', '{place}/images', '--output', '{place}/new'],
+        (['convert', '--model', 'torchvision:resnet18', '--random-weights', '--calibrate', '{place}/images',
+          '--output', '{place}/new'],
          'has 3 class folders, the network 1000'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/native.safetensors'],
          'exists; choose another --output, or overwrite it with --force'),
@@ -149,7 +153,7 @@ def test_errors_say_what_to_do(place, saved, capsys, command, message):
 
 
 def test_a_converted_directory_is_converted_further(place):
-    command = ['convert', '--model', 'test_resnet', '--num-classes', 3, '--where', 'local']
+    command = ['convert', '--model', 'test_resnet', '--random-weights', '--num-classes', 3, '--where', 'local']
     assert run(*command, '--output', place / 'local') == 0
     assert run('convert', '--model', place / 'local', '--set', 'start=paper', '--output', place / 'both') == 0
     pools = rotp_vision.rot_pools(rotp_vision.load_pretrained(place / 'both'))

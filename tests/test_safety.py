@@ -1,6 +1,8 @@
 """Files that somebody else made: nothing in them runs, nothing in them calls out, and what is broken has a name."""
 
+import copy
 import json
+import os
 import socket
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,10 @@ import rotp_vision
 from rotp_vision import hub
 from rotp_vision.cli import main
 from rotp_vision.images import FORMATS, UnreadableImage, open_image
-from rotp_vision.training.config import ModelConfig, PoolConfig
+from rotp_vision.training.checkpoint import Progress, save_checkpoint
+from rotp_vision.training.config import ModelConfig, PoolConfig, RunConfig
 from rotp_vision.training.data import TrainImages, ValImages
+from rotp_vision.training.finish import export
 from rotp_vision.training.model import build_model, load_for_evaluation
 from rotp_vision.training.sources import FolderSource
 
@@ -77,11 +81,13 @@ def test_a_pickle_runs_nothing_in_training(evil):
         load_for_evaluation(str(evil), ModelConfig('test_resnet'), PoolConfig(), 3)
 
 
-@pytest.mark.parametrize('load', [rotp_vision.load_pretrained, lambda path: timm.create_model(f'local-dir:{path}', True)])
+@pytest.mark.parametrize(
+    'load', [rotp_vision.load_pretrained, lambda path: timm.create_model(f'local-dir:{path}', True)]
+)
 def test_a_pickle_in_a_directory_runs_nothing(evil, saved, load):
     (saved / 'model.safetensors').unlink()
     (saved / 'pytorch_model.bin').write_bytes(evil.read_bytes())
-    with pytest.raises(ValueError, match='has no model.safetensors'):
+    with pytest.raises(ValueError, match=r'has no model\.safetensors'):
         load(saved)
 
 
@@ -193,6 +199,35 @@ def test_sixteen_bits_are_scaled(tmp_path):
         Image.fromarray(grey).save(tmp_path / name)
         seen = np.asarray(open_image(tmp_path / name))
         assert np.abs(seen.astype(int) - np.arange(256).reshape(16, 16, 1)).max() <= 1
+
+
+def test_random_weights_are_converted_only_where_asked_for(tmp_path, saved, capsys):
+    command = ('convert', '--model', 'test_resnet', '--output', str(tmp_path / 'out'))
+    assert main([*command]) == 1
+    assert 'give --checkpoint or --pretrained, or say --random-weights' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+    assert main([*command, '--random-weights']) == 0
+    assert main(['convert', '--model', str(saved), '--random-weights', '--output', str(tmp_path / 'other')]) == 1
+    assert 'comes with weights: leave --random-weights out' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('mask', 'mode'), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_are_readable_as_the_umask_says(tmp_path, mask, mode):
+    before = os.umask(mask)
+    try:
+        native = timm.create_model('test_resnet', num_classes=3)
+        export(copy.deepcopy(native), RunConfig(model=ModelConfig('test_resnet')), tmp_path / 'native')
+        vision = build_model(ModelConfig('torchvision:squeezenet1_1'), 3)
+        export(vision, RunConfig(model=ModelConfig('torchvision:squeezenet1_1')), tmp_path / 'vision')
+        rotp_vision.save_pretrained(rotp_vision.convert(native), tmp_path / 'converted')
+        save_checkpoint(tmp_path / 'checkpoints', Progress(), {}, {'weight': torch.ones(1)}, {}, 2)
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob('*') if path.is_file()]
+    assert len(files) == 8
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
+        (path.name for path in files), oct(mode)
+    )
 
 
 def test_formats_are_those_of_pictures():

@@ -277,9 +277,9 @@ def _converted(model: nn.Module) -> dict[str, ROTPool]:
 def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
     parent_path, _, name = found.path.rpartition('.')
     parent = model.get_submodule(parent_path)
-    native = getattr(parent, name) if found.host is None else None
+    native: Any = getattr(parent, name) if found.host is None else None
     pool.__dict__['replaced'] = Replaced(found, native)  # first, so that what is half placed can be taken out again
-    if native is not None:
+    if found.host is None:
         for owner, alias in _places(model, native):
             setattr(owner, alias, pool)
     else:

@@ -24,7 +24,7 @@ from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
 from rotp_vision.training.processes import exit_status, iterate
-from rotp_vision.training.run import Run
+from rotp_vision.training.run import Run, fail_together
 from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
@@ -252,8 +252,14 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         run.console.print(f'[yellow]warning:[/] {escape(told)}', soft_wrap=True)
     if any(run.host.gather(missing)):
         plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
-        plan.check_disk(directory)
-        run.console.print(f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}', soft_wrap=True)
+        problem = None
+        try:
+            plan.check_disk(directory)
+        except OSError as error:
+            problem = error
+        fail_together(run.host, problem)
+        told = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
+        run.console.print(told, soft_wrap=True, markup=False)
 
     @torch.no_grad()
     def compute(images: Tensor) -> Tensor:

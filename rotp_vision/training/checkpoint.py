@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rotp_vision.hub import open_by_umask
+
 MODEL, STATE, MANIFEST = 'model.safetensors', 'state.pt', 'manifest.json'
 
 
@@ -83,6 +85,7 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / MODEL)
+        open_by_umask(temporary / MODEL)
         torch.save(state, temporary / STATE)
         manifest = {
             'progress': asdict(progress),

@@ -140,7 +140,9 @@ class StreamImages(IterableDataset):
                 yield None, -1, []
                 continue
             try:
-                image, label = decode_row(row, self.source.config, f'{self.source.split} {where}[{place}]')
+                image, label = decode_row(
+                    row, self.source.config, len(self.source.classes), f'{self.source.split} {where}[{place}]'
+                )
             except UnreadableImage as error:
                 broken.append(error.name)
                 if self.seed is None:

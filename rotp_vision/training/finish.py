@@ -7,10 +7,9 @@ from pathlib import Path
 
 import timm
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from rotp_vision.hub import TORCHVISION, save_pretrained
+from rotp_vision.hub import TORCHVISION, open_by_umask, save_pretrained, write_state_dict
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
@@ -92,10 +91,11 @@ def export(model: nn.Module, config: RunConfig, directory: Path) -> str:
         )
         line = f"rotp_vision.load_pretrained('{directory}')"
     elif name.startswith(TORCHVISION):
-        save_file(model.state_dict(), directory.with_suffix('.safetensors'))
+        write_state_dict(model, directory.with_suffix('.safetensors'), force=True)
         return f"--model.checkpoint '{directory.with_suffix('.safetensors')}'"
     else:
         timm.models.save_for_hf(model, str(directory), model_args=kwargs, safe_serialization=True)  # type: ignore
+        open_by_umask(directory / 'model.safetensors')
         line = f"timm.create_model('local-dir:{directory}', pretrained=True)"
     _describe(directory / 'config.json', model, config)
     return line

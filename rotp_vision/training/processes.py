@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -18,7 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, LoggerType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -62,6 +63,16 @@ def hold(directory: Path) -> None:
     file.write(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
     file.flush()
     _held[directory] = file
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ValueError names the first tracker that is not installed: Accelerate would go on without it."""
+    known, there = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
+    for name in names:
+        if name not in known:
+            raise ValueError(f'trackers must be some of {", ".join(known)}, got {name!r}')
+        if name != 'all' and name not in there:
+            raise ValueError(f'tracker {name} is not installed: pip install {name.replace("_", "-")}')
 
 
 class HostGroup:

@@ -13,6 +13,8 @@ from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.generated import CLASSES, generate
 
+MOST_CLASSES = 1_000_000  # of labels without names: a larger one is no class
+
 
 class Source(Protocol):
     """A split with random access."""
@@ -73,11 +75,11 @@ class GeneratedSource:
         return generate(self.seed, self.split, index, self.size, len(self.classes))
 
 
-def decode_row(row: dict[str, Any], config: DataConfig, name: str) -> tuple[Image.Image, int]:
+def decode_row(row: dict[str, Any], config: DataConfig, num_classes: int, name: str) -> tuple[Image.Image, int]:
     """Image and label of a row whose image is still {bytes, path}."""
     image, label = row[config.image_key], row[config.label_key]
-    if label is None:
-        raise ValueError(f'{name} has no {config.label_key}')
+    if label is None or not 0 <= label < num_classes:
+        raise UnreadableImage(f'{name} (of {config.label_key} {label})', f'classes are 0 to {num_classes - 1}')
     if image is None or (image.get('bytes') is None and not image.get('path')):
         raise UnreadableImage(name, 'there is none')
     name = image.get('path') or name
@@ -96,7 +98,7 @@ class HubSource:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        return decode_row(self.dataset[index], self.config, f'{self.split}[{index}]')
+        return decode_row(self.dataset[index], self.config, len(self.classes), f'{self.split}[{index}]')
 
 
 class StreamSource:
@@ -128,20 +130,22 @@ def class_names(dataset: Any, config: DataConfig, split: str) -> list[str]:
     for key, name in ((config.image_key, 'data.image_key'), (config.label_key, 'data.label_key')):
         if key not in features:
             raise ValueError(f'{name} must be one of the columns {", ".join(features)}, got {key!r}')
-    label = features[config.label_key]
-    if getattr(label, 'names', None):
-        return list(label.names)
+    names: list[str] = list(getattr(features[config.label_key], 'names', None) or [])
     if config.streaming:
+        if names:
+            return names
         if config.num_classes is None:
             raise ValueError('data.num_classes must be given for a stream whose labels have no names')
         return [str(number) for number in range(config.num_classes)]
     labels = set(dataset.unique(config.label_key))
-    if not all(isinstance(number, int) and number >= 0 for number in labels):
+    top = len(names) or MOST_CLASSES
+    wrong = [label for label in labels if not isinstance(label, int) or not 0 <= label < top]
+    if wrong:
         raise ValueError(
-            f'data.label_key must hold class numbers from 0, got {sorted(map(str, labels))[:5]} in {split}; '
-            'dataset.class_encode_column makes them of names'
+            f'data.label_key must hold class numbers from 0 to {top - 1}, got {", ".join(sorted(map(str, wrong))[:5])} '
+            f'in {split}; dataset.class_encode_column makes them of names'
         )
-    return [str(number) for number in range(max(labels, default=-1) + 1)]
+    return names or [str(number) for number in range(max(labels, default=-1) + 1)]
 
 
 def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSource | StreamSource:

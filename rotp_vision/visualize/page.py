@@ -106,9 +106,7 @@ def _draw_row(
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
     # Names are text: a $ in one begins no formula.
-    panels[0].set_title(
-        f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False
-    )
+    panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False)
     share = maps.sample_marginal[0].cpu().float() * maps.sample_marginal[0].numel()
     places = ' × '.join(str(size) for size in share.shape)
     panels[1].set_title(f'mass of the plan ({places} places)\n1 = as average pooling', fontsize=9)

@@ -395,7 +395,9 @@ def test_class_maps_by_name():
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize('moment', ['_place', '_why_not', 'change', '_move_before', '_new_pool'])
-@pytest.mark.parametrize(('name', 'where'), [('test_resnet', 'all'), ('test_vit_relpos', 'global'), ('test_convnext', 'all')])
+@pytest.mark.parametrize(
+    ('name', 'where'), [('test_resnet', 'all'), ('test_vit_relpos', 'global'), ('test_convnext', 'all')]
+)
 def test_a_conversion_that_is_interrupted_leaves_the_network_as_it_was(name, where, moment, error, monkeypatch):
     model = timm.create_model(name, num_classes=3).eval()
     before = [(path, type(module), id(module)) for path, module in model.named_modules()]

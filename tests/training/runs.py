@@ -19,7 +19,7 @@ FORKS.set_forkserver_preload(['train_imagenet'])
 TINY = {
     'global_batch_size': 8,
     'log_every': 1,
-    'checkpoint_every': 2,
+    'checkpoint_steps': 2,
     'data': {
         **{'source': 'generated', 'image_size': 32, 'train_images': 32, 'val_images': 19, 'num_classes': 4},
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, LoggerType
 
-from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, hold, stop_signals
+from rotp_vision.training import processes
+from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, check_trackers, hold, stop_signals
+from rotp_vision.training.run import fail, fail_once, fail_together
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -57,6 +59,40 @@ def test_a_directory_is_held_until_the_process_ends(tmp_path):
     killed = [*other[:2], code.format(str(place)) + '; import os; os.kill(os.getpid(), 9)']
     assert subprocess.run(killed).returncode == -signal.SIGKILL
     hold(place)
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setattr(processes, 'get_available_trackers', lambda: [LoggerType.TENSORBOARD])
+    check_trackers(['tensorboard', 'all'])
+    with pytest.raises(ValueError, match='tracker comet_ml is not installed: pip install comet-ml'):
+        check_trackers(['tensorboard', 'comet_ml'])
+    with pytest.raises(ValueError, match=r"trackers must be some of .*, got 'tensorbord'"):
+        check_trackers(['tensorbord'])
+
+
+def test_a_process_that_fails_says_which_it_is(monkeypatch, capsys):
+    def said(function, *args):
+        with pytest.raises(SystemExit) as caught:
+            function(*args)
+        assert caught.value.code == 1
+        return capsys.readouterr().err
+
+    assert said(fail, 'the disk is full') == 'error: the disk is full\n'
+    monkeypatch.setenv('WORLD_SIZE', '3')
+    monkeypatch.setenv('RANK', '2')
+    here = socket.gethostname()
+    assert said(fail, 'the disk is full') == f'error: process 2 on {here}: the disk is full\n'
+    assert said(fail_once, 'what all know') == ''
+    monkeypatch.setenv('RANK', '0')
+    assert said(fail_once, 'what all know') == 'error: what all know\n'
+
+    gathered = SimpleNamespace(gather=lambda value: [value, *others])
+    others = [('a', 'n1'), ('a', 'n1')]
+    assert said(fail_together, gathered, ValueError('a')) == 'error: a\n'
+    others = [None, ('b', 'n1')]
+    assert said(fail_together, gathered, None) == 'error: process 2 on n1: b\n'
+    others = [None, None]
+    fail_together(gathered, None)
 
 
 def test_loss_watch_reads_what_was_recorded():

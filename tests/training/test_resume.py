@@ -152,6 +152,7 @@ def test_a_signal_to_the_launcher_saves(tmp_path):
     run = Run(tmp_path, changed(BUSY, stage1__epochs=500))
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
     command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
+    command += ['--checkpoint_minutes', '1e-9']  # the processes agree on when
     environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
     with run.log.open('w') as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as both:
         while len(run.checkpoints) < 2:

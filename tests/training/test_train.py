@@ -4,11 +4,13 @@ import csv
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+from accelerate.tracking import get_available_trackers
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -187,6 +189,40 @@ def test_names_are_no_formulas_and_no_picture_costs_the_export(tmp_path):
     assert (run.output / 'looked.png').is_file()
 
 
+def test_checkpoints_come_by_time(tmp_path):
+    settings = changed(TINY, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
+    seldom, often = Run(tmp_path / 'seldom', settings), Run(tmp_path / 'often', settings)
+    assert seldom.run('--keep', '9') == 0, seldom.text
+    assert [path.name[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
+    assert often.run('--keep', '9', '--checkpoint_minutes', '1e-9') == 0, often.text
+    assert [path.name[-4:] for path in often.checkpoints] == ['0001', '0002', '0003', '0004', '0000']
+
+
+def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_path):
+    data = images(tmp_path / 'images')
+    run = Run(tmp_path, changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}))
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'import os, sys\nfrom train_imagenet import main\n'
+        'if os.environ["RANK"] in sys.argv.pop(): sys.argv += ["--data.path", "/nowhere"]\nmain()\n'
+    )
+    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    for failing, said in (('1', f'error: process 1 on {socket.gethostname()}: data.path'), ('01', 'error: data.path')):
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', str(script)]
+        command += ['--config', str(run.config), '--output', str(run.output), failing]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode != 0
+        assert done.stderr.count(f"{said} must be an existing directory, got '/nowhere'") == 1, done.stderr[-3000:]
+        assert done.stderr.count('/nowhere') == 1
+
+
+def test_names_are_no_markup(tmp_path):
+    run = Run(tmp_path / 'b[/x]', GROUP_NORM)
+    assert run.run() == 0, run.text
+    assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
+    assert 'Traceback' not in run.text
+
+
 def test_wrong_beginnings_end_with_a_message(tmp_path):
     run = Run(tmp_path, TINY)
     assert run.run('--stage1.epochs', '0') == 1
@@ -200,6 +236,9 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     # What only stage 2 would meet.
     assert run.run('--stage2.optimizer', 'adamww') == 1
     assert "stage2.optimizer 'adamww' cannot be made" in run.text
+    missing = next(name for name in ('aim', 'dvclive', 'swanlab', 'clearml') if name not in get_available_trackers())
+    assert run.run('--trackers', f'[{missing}]') == 1
+    assert f'tracker {missing} is not installed: pip install {missing}' in run.text
     assert 'Traceback' not in run.text
     for model, message in (
         ({'name': 'test_vit', 'kwargs': {'img_size': 32}}, 'class token'),
