@@ -43,6 +43,8 @@ def valid_options(rng: random.Random) -> dict[str, Any]:
             continue
         numbers = [10 ** rng.uniform(-1, 2) for _ in range(plain.modules)]
         options[name] = numbers[0] if kind == 'number' else numbers
+        if kind == 'list':
+            options['num_modules'] = plain.modules  # which another structure would change
     return options
 
 
@@ -80,7 +82,7 @@ def test_valid_options_compute_what_the_reference_does():
         if options['implicit']:  # whose gradients are those of the converged result
             ours, theirs = ours[:1], theirs[:1]
         for one, other in zip(ours, theirs, strict=True):
-            slack = 1e-8 * max(float(other.abs().max()), 1e-6)
+            slack = 1e-8 * max(float(other.abs().max()), 1e-3)  # of what is zero in truth, rounding is left
             if not torch.allclose(one, other, rtol=1e-6, atol=slack):
                 wrong.append((number, options, tuple(x.shape), float((one - other).abs().max())))
                 break
