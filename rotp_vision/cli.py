@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rotp_vision import bench
-from rotp_vision.calibration import calibrate
+from rotp_vision.calibration import Metric, calibrate
 from rotp_vision.evaluation import ImageFiles, compare, image_batches
 from rotp_vision.hub import (
     build,
@@ -31,9 +31,8 @@ from rotp_vision.hub import (
     save_pretrained,
     write_state_dict,
 )
-from rotp_vision.layers import PoolOptions, pool_options
+from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
-from rotp_vision.surgery.convert import DEFAULT
 from rotp_vision.visualize import visualize
 
 
@@ -56,17 +55,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_source(command)
     command.add_argument('--random-weights', action='store_true', help='convert a network that nobody has trained')
     command.add_argument(
-        '--pool',
-        default=DEFAULT.solver,
-        help=f'{DEFAULT.solver} (default), which comes with view={DEFAULT.view} and gain={DEFAULT.gain}, or badmm-e or '
-        f'badmm-q, which come with view={PoolOptions.view} and gain={PoolOptions.gain}; --set changes these',
+        '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
     command.add_argument(
-        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=rms --set step=5'
+        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=log --set step=5'
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
-    command.add_argument('--start', choices=['mean', 'paper'], default='mean', help='where the weights start')
-    command.add_argument('--calibrate', metavar='FOLDER', help='choose the start from images in class folders')
+    command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
+    command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what decides when calibrating')
+    command.add_argument('--image-size', type=int, help='side of the images to calibrate at, where not the default')
     command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
     command.set_defaults(run=_convert)
@@ -164,7 +161,9 @@ def _refuse_existing(args: argparse.Namespace):
 def _convert(args: argparse.Namespace):
     _refuse_existing(args)
     given = dict(_assignment(text) for text in args.set)
-    options = pool_options((DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool}) | given)
+    options = pool_options(args.pool, **given)
+    if args.image_size is not None and not args.calibrate:
+        raise ValueError('--image-size goes with --calibrate')
     model = _load(args)
     weights = args.checkpoint or args.pretrained or args.model.startswith('hf-hub:') or Path(args.model).is_dir()
     if bool(weights) == args.random_weights:
@@ -174,15 +173,15 @@ def _convert(args: argparse.Namespace):
             else f'{args.model} alone has random weights: give --checkpoint or --pretrained, or say --random-weights'
         )
     where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
-    convert(model, options, where=where, start=None if 'start' in given else args.start)
+    convert(model, options, where=where)
     print(describe(model))
     if args.calibrate:
-        images = ImageFiles(args.calibrate, _transform(model))
+        images = ImageFiles(args.calibrate, _transform(model, args.image_size))
         unlabelled = images.why_no_labels(num_classes_of(model))
         if unlabelled:
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
-        report = calibrate(model, DataLoader(images, batch_size=32, shuffle=True))
-        print(f'\ncalibrated on {report.num_images} images\n{report.table(limit=10)}')
+        shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
+        print(f'\n{calibrate(model, shuffled, metric=args.metric)}')
     if Path(args.model).is_dir():
         base, arguments = native_of(args.model)
     else:
@@ -236,8 +235,9 @@ def _revert(args: argparse.Namespace):
     print(f'wrote {write_state_dict(model, args.output, force=args.force)}')
 
 
-def _transform(model: nn.Module) -> Any:
-    return create_transform(**resolve_data_config({}, model=model))
+def _transform(model: nn.Module, image_size: int | None = None) -> Any:
+    """How the model wants to see images, at another size if there is one."""
+    return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
 
 
 def _verify(args: argparse.Namespace):

@@ -420,7 +420,7 @@ def rotp_converted(
         if pools is None:
             convert(model)
         for path, options in (pools or {}).items():
-            convert(model, pool_options(options), where=[path], start=None)
+            convert(model, pool_options(options), where=[path])
         for path in folded:
             rot_pools(model)[path].gain_folded = True
         if pretrained:

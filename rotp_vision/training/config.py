@@ -85,20 +85,17 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def _default_pool() -> str | dict[str, Any]:
-    return {'solver': 'sinkhorn', 'start': 'mean', 'view': 'rms', 'gain': 'scalar'}
-
-
 @dataclass
 class PoolConfig:
     """The pooling that stage 2 puts in.
 
     Args:
-        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), or a solver's name for the paper's.
+        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, or `paper` for the
+            published layer; unset for the recommended pooling.
         where: which pools are replaced: global (before the classifier), local (inside the network) or all.
     """
 
-    options: str | dict[str, Any] = field(default_factory=_default_pool)
+    options: str | dict[str, Any] = field(default_factory=dict)
     where: Literal['global', 'local', 'all'] = 'global'
 
 

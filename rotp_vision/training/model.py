@@ -54,7 +54,7 @@ def published_classes(config: ModelConfig) -> int | None:
 
 def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
     """The network with its pooling replaced by ROTP."""
-    return convert(model, config.options, config.where, start=None)  # the options say where it starts
+    return convert(model, config.options, config.where)
 
 
 def synchronized(model: nn.Module) -> nn.Module:

@@ -20,12 +20,12 @@ def valid_options(rng: random.Random) -> dict[str, Any]:
         'solver': solver,
         'num_modules': rng.choice([None, 1, 2, 3, 5]),
         'implicit': sinkhorn and rng.random() < 0.2,
-        'start': rng.choice(['paper', 'mean']),
+        'start': rng.choice(['paper', 'mean', 'max']),
         'learn': rng.choice(['per-module', 'shared', 'fixed']),
         'structure': rng.choice([0.0, 0.0, 10 ** rng.uniform(-3, 0)]),
         'view': rng.choice(['identity', 'rms', 'log']),
         'gain': rng.choice(['off', 'scalar', 'channel']),
-        'prior': rng.choice(['uniform', 'uniform', 'attention']),
+        'prior': rng.choice(['uniform', 'norm', 'attention']),
         'backend': rng.choice(['auto', 'torch']),
     }
     if sinkhorn:

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from rotp_vision import GlobalROTPool2d, PoolOptions
+from rotp_vision import GlobalROTPool2d, PoolOptions, pool_options
 from rotp_vision.core import pool, rot_problem, solve, step_weights
 
 SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e', 'coupled': True}]
@@ -12,7 +12,7 @@ SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e', 'coupled': Tr
 
 @pytest.mark.parametrize('options', SOLVERS)
 def test_is_the_core_solver_on_the_flattened_map(options):
-    layer = GlobalROTPool2d(options)
+    layer = GlobalROTPool2d(pool_options(options, view='identity', smoothness=0.5))
     x = torch.rand(2, 6, 3, 5)
     sets = x.flatten(2)
     weights = step_weights(layer.options.modules, **layer.options.starting_weights())
@@ -32,7 +32,7 @@ def test_every_parameter_that_exists_gets_a_gradient(solver, num_modules):
 def test_one_module_is_softmax_pooling():
     x = torch.rand(2, 6, 3, 5)
     weights = (x.flatten(2) / 0.4).softmax(2)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4, view='identity'))
     torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
 
 

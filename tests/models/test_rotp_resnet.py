@@ -82,8 +82,8 @@ def test_native_weights_load_with_only_the_pooling_missing(native, tmp_path):
 
 
 def test_options_reach_the_pool():
-    model = small(rotp={'solver': 'sinkhorn', 'view': 'rms', 'gain': 'channel', 'smoothness': 4.0})
-    assert model.global_pool.options == PoolOptions('sinkhorn', view='rms', gain='channel', smoothness=4.0)
+    model = small(rotp={'solver': 'sinkhorn', 'view': 'log', 'gain': 'channel', 'smoothness': 4.0})
+    assert model.global_pool.options == PoolOptions('sinkhorn', view='log', gain='channel', smoothness=4.0)
     assert model.global_pool.gain.beta.shape == (512,)
     with pytest.raises(ValueError, match='unknown pooling option'):
         small(rotp={'solvr': 'sinkhorn'})

@@ -16,7 +16,6 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from rotp_vision import LocalROTPool2d, PoolOptions, convert, describe, find_pools, revert, rot_pools
-from rotp_vision.surgery import DEFAULT
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
@@ -90,28 +89,27 @@ def test_channels_are_known_to_the_pool(name):
     assert model(x).isfinite().all()
 
 
-def test_default_is_sinkhorn_on_a_scale_free_view():
-    assert PoolOptions('sinkhorn', view='rms', gain='scalar') == DEFAULT
+def test_default_is_the_recommended_pooling():
     model, x = make('resnet')
     native = model(x)
     (pool,) = rot_pools(convert(model, example_input=x)).values()
-    assert pool.options == PoolOptions('sinkhorn', view='rms', gain='scalar', start='mean')
+    assert pool.options == PoolOptions()
     assert distance(model(x), native) < 0.02
 
 
 @pytest.mark.parametrize(
-    ('pool', 'start', 'smoothness'),
+    ('pool', 'smoothness'),
     [
-        ('badmm-e', 'paper', 0.6931),
-        ('badmm-e', 'mean', 1000.0),
-        (PoolOptions('sinkhorn', start='paper'), None, 0.6931),
-        (PoolOptions('sinkhorn', start='paper', view='rms'), 'mean', 50.0),
-        ({'solver': 'sinkhorn', 'smoothness': 4.0}, 'mean', 4.0),
+        ('paper', 0.6931),
+        ('badmm-e', 50.0),
+        (PoolOptions('sinkhorn', start='paper'), 0.6931),
+        (PoolOptions('sinkhorn', view='identity'), 1000.0),
+        ({'solver': 'sinkhorn', 'smoothness': 4.0}, 4.0),
     ],
 )
-def test_start(pool, start, smoothness):
+def test_start(pool, smoothness):
     model, x = make('own')
-    convert(model, pool, start=start, example_input=x)
+    convert(model, pool, example_input=x)
     assert float(model.squash.named_weights()['smoothness'].flatten()[0]) == pytest.approx(smoothness, rel=1e-3)
 
 
@@ -348,7 +346,7 @@ def test_what_is_left_alone_can_be_named():
         (lambda: convert(timm.create_model('test_resnet')), {}, 'ROT pool already; revert'),
         (lambda: convert(timm.create_model('test_mambaout')), {}, 'ROT pool already; revert'),
         (lambda: timm.create_model('test_resnet'), {'pool': 'sinkhom'}, 'solver must be one of'),
-        (lambda: timm.create_model('test_resnet'), {'start': 'max'}, 'start must be one of'),
+        (lambda: timm.create_model('test_resnet'), {'pool': {'start': 'min'}}, 'start must be one of'),
         (lambda: nn.DataParallel(Own()), {}, 'before it is wrapped'),
         (lambda: torch.compile(Own()), {}, 'before it is wrapped or compiled'),
     ],
