@@ -207,6 +207,8 @@ def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIE
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if view == 'log':
         return (x.clamp_min(0.0) + floor).log()
+    if x.shape[2] == 0:
+        return x  # which has no largest value, and is refused where the problem is made
     # Squares of values from 1e19 on are infinite, their gradients NaN, and inexact long before: such a channel is
     # divided by its largest value first.
     largest = torch.maximum(x.detach().amax(2, keepdim=True), -x.detach().amin(2, keepdim=True))
