@@ -1,6 +1,6 @@
 """Comparing two networks on a folder of images, and a pooling with average pooling."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -10,12 +10,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from rotp_vision.calibration import judge_pooled
+from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.layers import ROTPool, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery import rot_pools
@@ -50,11 +51,7 @@ class ImageFiles(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """The image, and the index of its class folder (-1 where there is none)."""
         path = self.files[index]
-        try:
-            with Image.open(path) as image:
-                tensor = (self.transform or pil_to_tensor)(image.convert('RGB'))
-        except (OSError, SyntaxError) as error:  # the latter of some broken PNGs
-            raise ValueError(f'{path} is not an image that can be read: {error}') from error
+        tensor = (self.transform or pil_to_tensor)(open_image(path))
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1
 
@@ -78,6 +75,35 @@ class Score(NamedTuple):
     top5: float | None
 
 
+class _Told(Dataset):
+    """Samples of a dataset; one that cannot be read is told as it is, where an error would come from a data worker with
+    its traceback."""
+
+    def __init__(self, dataset: ImageFiles):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | UnreadableImage:
+        try:
+            return self.dataset[index]
+        except UnreadableImage as error:
+            return error
+
+
+def _collate(samples: list[Any]) -> Any:
+    return next((sample for sample in samples if isinstance(sample, Exception)), None) or default_collate(samples)
+
+
+def image_batches(images: ImageFiles, batch_size: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of images and labels in the order of their names; UnreadableImage at the first that cannot be read."""
+    for batch in DataLoader(_Told(images), batch_size, num_workers=workers, collate_fn=_collate):
+        if isinstance(batch, UnreadableImage):
+            raise batch
+        yield batch
+
+
 class Comparison(NamedTuple):
     """Two networks on the same images."""
 
@@ -95,11 +121,12 @@ class Comparison(NamedTuple):
 def compare(
     original: nn.Module,
     converted: nn.Module,
-    loader: DataLoader,
+    loader: Iterable[tuple[Tensor, Tensor]],
     labelled: bool,
     device: torch.device | str = 'cpu',
+    total: int | None = None,
 ) -> Comparison:
-    """Both networks, in eval mode, on every image of the loader."""
+    """Both networks, in eval mode, on every image of the loader, of `total` batches if that is known."""
     networks = [original.to(device).eval(), converted.to(device).eval()]
     batches = iter(loader)
     first = next(batches)
@@ -114,7 +141,7 @@ def compare(
         pool = head.pool
         hook = pool.register_forward_pre_hook(lambda _, args: means.append(sets_of(pool, args[0]).mean(2)))
     with torch.inference_mode(), counted_places(converted) as places:
-        for images, labels in tqdm(chain([first], batches), 'comparing', len(loader), unit='batch'):
+        for images, labels in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
             logits = [network(images.to(device)).float().cpu() for network in networks]
             if logits[0].shape != logits[1].shape:
                 raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')

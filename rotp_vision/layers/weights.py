@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.core import StepWeights
-from rotp_vision.layers.options import PoolOptions
+from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
 # view, which at a silent channel would otherwise be infinite.
@@ -53,6 +53,8 @@ class PositiveWeight(nn.Module):
         value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)
         if not bool((value > 0).all() and value.isfinite().all()):
             raise ValueError(f'a weight must be positive and finite, got {value.tolist()}')
+        if not bool(((value >= FLOAT32.tiny) & (value <= FLOAT32.max)).all()):
+            raise ValueError(f'a weight must be a normal float32 number, got {value.tolist()}')
         with torch.no_grad():
             self.start.copy_(value.expand_as(self.start))
             self.beta.zero_()
@@ -121,8 +123,11 @@ class AttentionPrior(nn.Module):
         # Features enter the hidden layer as they lie in memory: no transposed copy of x.
         hidden = torch.tanh(torch.matmul(self.sample_hidden.weight, x.to(self.sample_hidden.weight.dtype)))
         sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
-        total = x.sum(2, dtype=self.feature_score.weight.dtype)
-        return self.feature_score(self.feature_hidden(total)), sample_logits
+        # U X 1 as N times U of the mean: the sum of a map in half precision is beyond the largest half.
+        weight = self.feature_score.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        mean = x.sum(2, dtype=wide) / x.shape[2]
+        return self.feature_score(self.feature_hidden(mean.to(weight.dtype))).to(wide) * x.shape[2], sample_logits
 
 
 class NormPrior(nn.Module):
@@ -202,8 +207,15 @@ def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIE
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if view == 'log':
         return (x.clamp_min(0.0) + floor).log()
+    if x.shape[2] == 0:
+        return x  # which has no largest value, and is refused where the problem is made
+    # Squares of values from 1e19 on are infinite, their gradients NaN, and inexact long before: such a channel is
+    # divided by its largest value first.
+    largest = torch.maximum(x.detach().amax(2, keepdim=True), -x.detach().amin(2, keepdim=True))
+    scale = torch.where(largest > 1e10, largest, torch.ones_like(largest))
+    x = x / scale
     if mask is None:
         mean_square = x.square().mean(2, keepdim=True)
     else:
         mean_square = x.square().sum(2, keepdim=True) / mask.sum(1).view(-1, 1, 1)
-    return x * (mean_square + floor**2).rsqrt()
+    return x * (mean_square + (floor / scale).square()).rsqrt()
