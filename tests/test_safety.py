@@ -216,9 +216,9 @@ def test_files_are_readable_as_the_umask_says(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
         native = timm.create_model('test_resnet', num_classes=3)
-        export(copy.deepcopy(native), RunConfig(model=ModelConfig('test_resnet')), tmp_path / 'native')
+        export(copy.deepcopy(native), RunConfig(model=ModelConfig('test_resnet')), tmp_path / 'native', ['a'])
         vision = build_model(ModelConfig('torchvision:squeezenet1_1'), 3)
-        export(vision, RunConfig(model=ModelConfig('torchvision:squeezenet1_1')), tmp_path / 'vision')
+        export(vision, RunConfig(model=ModelConfig('torchvision:squeezenet1_1')), tmp_path / 'vision', ['a'])
         rotp_vision.save_pretrained(rotp_vision.convert(native), tmp_path / 'converted')
         save_checkpoint(tmp_path / 'checkpoints', Progress(), {}, {'weight': torch.ones(1)}, {}, 2)
     finally:

@@ -61,6 +61,8 @@ class ROTPool(nn.Module):
         """Let the layer have other options from here on; their weights start anew, a prior of the same kind stays."""
         old, prior = self.options, self.prior
         like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
+        for name in ('weights', 'prior', 'gain'):
+            delattr(self, name)  # so that they come in the order of a fresh layer, by which optimizers keep their state
         self._make(pool_options(options))
         self.to(like.device, like.dtype).train(self.training)
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):

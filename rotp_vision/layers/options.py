@@ -21,7 +21,7 @@ PAPER_START = 0.6931471805599453
 # of a trained network reaches a few hundred; x / rms at most sqrt(N); log x spans about ten.
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
 # The temperature at which pooling is all but the maximum, against values whose spread is about one.
-MAX_START = 0.01
+MAX_START = 0.003
 FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 

@@ -186,6 +186,7 @@ def test_options_can_be_changed_in_place():
     x = torch.rand(2, 4, 3, 3, dtype=torch.float64)
     fresh = GlobalROTPool2d(made.options).double()
     torch.testing.assert_close(made(x), fresh(x), rtol=0, atol=0)
+    assert [name for name, _ in made.named_parameters()] == [name for name, _ in fresh.named_parameters()]
     assert made.prior.power.dtype == torch.float64
     made.set_options('sinkhorn')
     assert set(made.state_dict()) == set(GlobalROTPool2d('sinkhorn').state_dict())
