@@ -77,7 +77,7 @@ class CorePool(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         problem = rot_problem(maps.flatten(2))
-        return rot_pool(problem.features, problem, StepWeights(**self.weights), self.solver)
+        return rot_pool(problem, StepWeights(**self.weights), self.solver)
 
 
 class GeM(nn.Module):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from rotp_vision.core import view_of
 from rotp_vision.layers import GlobalROTPool2d, PoolOptions
 from rotp_vision.layers.options import View
-from rotp_vision.layers.weights import view_of
 from rotp_vision.surgery import rot_pools
 
 # From near-mean to near-max, as multiples of the spread of what the plan sees.

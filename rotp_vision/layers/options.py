@@ -5,10 +5,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
-from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName
+from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName, View
 
 Start = Literal['paper', 'mean']
-View = Literal['identity', 'rms', 'log']
 Gain = Literal['off', 'scalar', 'channel']
 Prior = Literal['uniform', 'attention']
 Learn = Literal['per-module', 'shared', 'fixed']

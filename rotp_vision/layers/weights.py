@@ -1,4 +1,4 @@
-"""Learnable positive weights, learned priors, and the views that a plan sees."""
+"""Learnable positive weights and learned priors."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,6 @@ from torch.nn import functional as F
 
 from rotp_vision.core import StepWeights
 from rotp_vision.layers.options import PoolOptions
-
-# Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
-# view, which at a silent channel would otherwise be infinite.
-VIEW_FLOOR = 1e-3
 
 
 class PositiveWeight(nn.Module):
@@ -121,22 +117,3 @@ class AttentionPrior(nn.Module):
         sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
         total = x.sum(2, dtype=self.feature_score.weight.dtype)
         return self.feature_score(self.feature_hidden(total)), sample_logits
-
-
-def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:
-    """What the plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
-
-    identity   x
-    rms        x / sqrt(mean_n x² + floor²)
-    log        log(max(x, 0) + floor)
-    """
-    if view == 'identity':
-        return x
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if view == 'log':
-        return (x.clamp_min(0.0) + floor).log()
-    if mask is None:
-        mean_square = x.square().mean(2, keepdim=True)
-    else:
-        mean_square = x.square().sum(2, keepdim=True) / mask.sum(1).view(-1, 1, 1)
-    return x * (mean_square + floor**2).rsqrt()

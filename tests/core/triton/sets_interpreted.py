@@ -1,7 +1,7 @@
 """Every Triton kernel against the torch operators, run on CPU by Triton's interpreter.
 
-Not collected by itself: the interpreter must be chosen before triton is first imported, so `test_triton` runs this file
-in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton_interpreted.py`.
+Not collected by itself: the interpreter must be chosen before triton is first imported, so `test_sets` runs this file
+in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton/sets_interpreted.py`.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rotp_vision import bench
-from rotp_vision.core import Solver, triton_tiles
+from rotp_vision.core import Solver
+from rotp_vision.core.triton import tiles
 from rotp_vision.layers import GlobalROTPool2d
-from tests.core.test_fast import leaves, pooled, results
+from tests.core.explicit.test_operators import leaves, pooled, results
 
 OPERATORS = {
     'badmm-e': (Solver('badmm-e'), False, False),
@@ -38,9 +39,9 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]):
         assert error <= TOLERANCE * value.abs().max() + FLOOR, f'{name}: {error} of {value.abs().max()}'
 
 
-def assert_same(operator, tensors: dict[str, Tensor], mask: Tensor | None = None):
-    got = results(operator, tensors, 'triton', mask)
-    assert_close(got, results(operator, double(tensors), 'torch', mask))
+def assert_same(operator, tensors: dict[str, Tensor], mask: Tensor | None = None, view: str = 'identity'):
+    got = results(operator, tensors, 'triton', mask, view)
+    assert_close(got, results(operator, double(tensors), 'torch', mask, view))
     return got
 
 
@@ -54,10 +55,10 @@ def test_equals_torch(operator, shape):
 def test_several_tiles_and_several_sub_tiles(operator, monkeypatch):
     """Nine tiles of four features, the last of them with one: in nine programs, then in two of five and four."""
     tensors = leaves(operator, 1, 33, 196, num_modules=2, dtype=torch.float32)
-    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 1, 9)
+    assert tiles.tiling(33, 196, tiles.BACKWARD_ELEMENTS)[1:] == (4, 1, 9)
     assert_same(operator, tensors)
-    monkeypatch.setattr(triton_tiles, 'MAX_TILES', 2)
-    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 5, 2)
+    monkeypatch.setattr(tiles, 'MAX_TILES', 2)
+    assert tiles.tiling(33, 196, tiles.BACKWARD_ELEMENTS)[1:] == (4, 5, 2)
     assert_same(operator, tensors)
 
 
@@ -73,10 +74,10 @@ def test_any_number_of_inner_steps(num_inner):
 
 
 @every_operator
-@pytest.mark.parametrize('view', [False, True])
-def test_masks_and_a_separate_view(operator, view):
+@pytest.mark.parametrize('view', ['identity', 'rms'])
+def test_masks_and_a_view(operator, view):
     mask = torch.arange(9) < torch.tensor([[1], [6]])
-    got = assert_same(operator, leaves(operator, 2, 12, 9, view=view, dtype=torch.float32), mask)
+    got = assert_same(operator, leaves(operator, 2, 12, 9, dtype=torch.float32), mask, view)
     assert torch.equal(got['x'][0, :, 1:], torch.zeros(12, 8))
 
 
@@ -99,12 +100,10 @@ def test_features_far_from_zero(operator, masked):
 
 @every_operator
 def test_channels_last_without_copies(operator):
-    tensors = leaves(operator, 2, 8, 9, view=True, dtype=torch.float32)
-    for name in ('x', 'features'):
-        tensors[name] = tensors[name].detach().mT.contiguous().mT.requires_grad_()
+    tensors = leaves(operator, 2, 8, 9, dtype=torch.float32)
+    tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
     got = assert_same(operator, tensors)
-    for name in ('x', 'features'):
-        assert got[name].stride() == tensors[name].stride() == (72, 1, 8)
+    assert got['x'].stride() == tensors['x'].stride() == (72, 1, 8)
 
 
 def operands(operator, dtype=torch.float32, features_dtype=None):
@@ -156,9 +155,9 @@ def test_half_precision_in_and_out(operator, dtype, separate):
 
 @every_operator
 def test_only_what_is_asked_for(operator):
-    tensors = leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32, view=True)
+    tensors = leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32)
     expected = results(operator, tensors, 'triton')
-    for frozen in ({'x'}, {'features'}, set(tensors) - {'x'}):
+    for frozen in ({'x'}, set(tensors) - {'x'}):
         part = {name: value.detach().requires_grad_(name not in frozen) for name, value in tensors.items()}
         out = pooled(operator, part, 'triton')
         free = {name: value for name, value in part.items() if value.requires_grad}

@@ -19,8 +19,9 @@ class Scratch:
     That layout makes both log-sum-exps cheap: over samples it adds whole rows, over features it reads along memory.
     """
 
-    def __init__(self, like: Tensor, num_sets: int) -> None:
-        self.like = like  # (B, D, N): dtype, device, D and N
+    def __init__(self, like: Tensor, num_sets: int, dtype: torch.dtype) -> None:
+        self.like = like  # (B, D, N): device, D and N
+        self.dtype = dtype
         self.num_sets = num_sets
         self._buffers: list[Tensor] = []
         self._stack: tuple[Tensor, tuple[Tensor, ...]] | None = None
@@ -29,7 +30,7 @@ class Scratch:
         self._taken = 0
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
-        self.floor: float | None = -exponent_limit(like.dtype) / 2 if like.device.type == 'cpu' else None
+        self.floor: float | None = -exponent_limit(dtype) / 2 if like.device.type == 'cpu' else None
 
     def start(self, num_sets: int) -> None:
         """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
@@ -43,7 +44,7 @@ class Scratch:
         """A (b, D, N) buffer with anything in it, for `out=`."""
         if self._taken == len(self._buffers):
             _, num_features, num_samples = self.like.shape
-            self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
+            self._buffers.append(self._empty(self.num_sets, num_samples, num_features).mT)
         self._taken += 1
         buffer = self._buffers[self._taken - 1]
         return buffer if self._current == self.num_sets else buffer[: self._current]
@@ -58,9 +59,12 @@ class Scratch:
         """(count, b·N·D), and the same memory as `count` buffers (b, D, N): there is one stack."""
         if self._stack is None:
             _, num_features, num_samples = self.like.shape
-            whole = self.like.new_empty(count, self._current, num_samples, num_features)
+            whole = self._empty(count, self._current, num_samples, num_features)
             self._stack = whole.view(count, -1), whole.mT.unbind()
         return self._stack
+
+    def _empty(self, *shape: int) -> Tensor:
+        return self.like.new_empty(shape, dtype=self.dtype)
 
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
@@ -79,10 +83,10 @@ class Scratch:
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
-        if values.dtype == self.like.dtype and values.mT.is_contiguous():
+        if values.dtype == self.dtype and values.mT.is_contiguous():
             return values
         buffer = self.take()
-        return values if buffer is None else buffer.copy_(values)
+        return values.to(self.dtype) if buffer is None else buffer.copy_(values)
 
 
 class ChunkSize(NamedTuple):
@@ -93,8 +97,8 @@ class ChunkSize(NamedTuple):
     multiplies: bool = False  # whether most of the work is products of matrices, a set of which is a thread's work
 
 
-def chunks(x: Tensor, chunk_size: ChunkSize) -> Iterator[tuple[slice, Scratch]]:
-    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
+def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tuple[slice, Scratch]]:
+    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory of a dtype ready for it."""
     limit, workers = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE), _workers(x.device)
     elements = x.shape[1] * x.shape[2]
     if x.device.type == 'cpu':
@@ -103,7 +107,7 @@ def chunks(x: Tensor, chunk_size: ChunkSize) -> Iterator[tuple[slice, Scratch]]:
             largest = max(largest, workers * elements)
         limit = min(largest, max(x.numel() // chunk_size.parts, limit // 2))
     size = _even_size(x.shape[0], max(1, limit // elements), workers)
-    scratch = Scratch(x, size)
+    scratch = Scratch(x, size, dtype)
     for start in range(0, x.shape[0], size or 1):
         rows = slice(start, min(start + size, x.shape[0]))
         scratch.start(rows.stop - rows.start)
@@ -129,8 +133,8 @@ def _even_size(total: int, most: int, workers: int) -> int:
 class NoScratch(Scratch):
     """Every result in memory of its own: for tracing, where nothing may be written in place."""
 
-    def __init__(self, like: Tensor) -> None:
-        super().__init__(like, 0)
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(like, 0, dtype)
         self.floor = None
 
     def take(self) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.scratch import (
     CHUNK_ELEMENTS,
     ChunkSize,
     Exponents,
@@ -20,7 +20,7 @@ from rotp_vision.core.scratch import (
 
 
 def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
-    scratch = Scratch(torch.empty(num_sets, num_features, num_samples, dtype=dtype), num_sets)
+    scratch = Scratch(torch.empty(num_sets, num_features, num_samples), num_sets, dtype)
     scratch.start(num_sets)
     return scratch
 
@@ -55,7 +55,7 @@ def test_what_is_gone_has_no_exponential():
 
 def test_in_a_trace_nothing_is_looked_at_or_overwritten():
     y = torch.tensor([[[-1e4, 0.0]]])
-    got, total, top = exponentials(y, 2, NoScratch(y), Exponents(summable=False, deep=True))
+    got, total, top = exponentials(y, 2, NoScratch(y, y.dtype), Exponents(summable=False, deep=True))
     assert torch.equal(y, torch.tensor([[[-1e4, 0.0]]]))
     assert torch.equal(got, torch.tensor([[[0.0, 1.0]]]))
     assert (total.item(), top.item()) == (1.0, 0.0)
@@ -87,7 +87,7 @@ def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
 def test_chunks_are_even(monkeypatch, num_sets, most, threads, sizes):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
     monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', most * 48 / threads)
-    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), ChunkSize())]
+    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), ChunkSize(), torch.float32)]
     assert [r.stop - r.start for r in rows] == sizes
     assert [i for r in rows for i in range(r.start, r.stop)] == list(range(num_sets))
 
@@ -98,7 +98,7 @@ def test_products_have_a_set_for_every_thread(monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', 8)
 
     def size(chunk_size: ChunkSize) -> int:
-        (rows, _), *_ = chunks(torch.empty(32, 8, 6), chunk_size)
+        (rows, _), *_ = chunks(torch.empty(32, 8, 6), chunk_size, torch.float32)
         return rows.stop
 
     assert size(ChunkSize()) == 1

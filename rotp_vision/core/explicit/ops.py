@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.scratch import ChunkSize, NoScratch, chunks
+from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks
 
 
 class Inputs(NamedTuple):
     """What a solver reads, for a chunk of b sets."""
 
     features: Tensor | None  # (b, D, N) what is averaged, any dtype; None where it is what the plan sees
-    x: Tensor  # (b, D, N) what the plan sees
+    x: Tensor  # (b, D, N) what the plan sees, any dtype
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
     rows: slice  # where the chunk lies in the batch
@@ -130,7 +130,7 @@ def register(
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
             size = chunk_size(*extra)
             # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(x, size._replace(enlarge=2 * size.enlarge)):
+            for rows, scratch in chunks(x, size._replace(enlarge=2 * size.enlarge), log_p0.dtype):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
                 pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
@@ -138,8 +138,8 @@ def register(
     def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
         modules = prepare(x, log_p0, log_q0, coefficients, False, *extra)
         inputs = gather(slice(None), features, x, log_p0, log_q0, modules)
-        pooled = forward(inputs, NoScratch(x), *extra).squeeze(2)
-        return pooled if features is None else pooled.to(features.dtype)
+        pooled = forward(inputs, NoScratch(x, log_p0.dtype), *extra).squeeze(2)
+        return pooled.to(x.dtype if features is None else features.dtype)
 
     def run_backward(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
         wanted = Needs(*needs)
@@ -148,9 +148,9 @@ def register(
         slopes = Slopes(wanted.coefficients)
         with torch.autocast(x.device.type, enabled=False):
             modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, chunk_size(*extra)._replace(parts=1)):
+            for rows, scratch in chunks(x, chunk_size(*extra)._replace(parts=1), log_p0.dtype):
                 inputs = gather(rows, features, x, log_p0, log_q0, modules)
-                part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
+                part = backward(grad[rows].unsqueeze(2).to(log_p0.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:
                     d_features[rows] = part.features
                 if part.x is not None:
@@ -170,8 +170,8 @@ def register(
         return (
             torch.empty_like(features) if features is not None and needs[0] else x.new_empty(0),
             torch.empty_like(x) if needs[1] else x.new_empty(0),
-            x.new_empty(log_p0.shape if needs[2] else 0),
-            x.new_empty(log_q0.shape if needs[3] else 0),
+            log_p0.new_empty(log_p0.shape if needs[2] else 0),
+            log_q0.new_empty(log_q0.shape if needs[3] else 0),
             torch.empty_like(coefficients),
         )
 

@@ -29,9 +29,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rotp_vision.core.fast_structure import Applied, AppliedToProduct, Structure
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import (
     ChunkSize,
     Exponents,
     Scratch,
@@ -41,6 +40,7 @@ from rotp_vision.core.scratch import (
     extent,
     shift_rows,
 )
+from rotp_vision.core.explicit.structure import Applied, AppliedToProduct, Structure
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
@@ -460,7 +460,6 @@ def badmm_pool(
     weights: StepWeights,
     quadratic: bool,
     similarity: str,
-    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
@@ -472,11 +471,8 @@ def badmm_pool(
         weights: smoothness, step and structure are read.
         quadratic: whether the smoothness is quadratic.
         similarity: of the structural term, see `structural_force`.
-        triton: whether the Triton operator does it, which knows no structural term.
     """
     coefficients = badmm_coefficients(weights, quadratic).to(log_p0.dtype)
-    if triton:
-        return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
     if weights.structure is None:
         similarity = ''
     return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)

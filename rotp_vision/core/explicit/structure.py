@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.explicit.scratch import Scratch
 from rotp_vision.core.structure import Similarity, length_scale
 
 

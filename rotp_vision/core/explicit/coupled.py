@@ -25,9 +25,9 @@ is for X plus s · peaks, and so c · peaks less in r; of both only peaks / ρ i
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import ChunkSize, Scratch
-from rotp_vision.core.tape import Logits, Tape, Variable
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
+from rotp_vision.core.explicit.tape import Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 
@@ -150,7 +150,7 @@ def coupled_badmm_pool(
     rows += [1 - before1 / rho, 0.5 / rho]
     for force in forces:
         rows += [force / rho, _shift(force) / rho, kappa * force / rho]
-    coefficients = torch.stack(rows).to(x.dtype)
+    coefficients = torch.stack(rows).to(log_p0.dtype)
     options = quadratic, similarity
     return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients, *options)
 

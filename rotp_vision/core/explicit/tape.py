@@ -17,9 +17,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rotp_vision.core.fast_structure import Structure
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes
+from rotp_vision.core.explicit.scratch import (
     Exponents,
     Scratch,
     balance_rows,
@@ -28,6 +27,7 @@ from rotp_vision.core.scratch import (
     extent,
     shift_rows,
 )
+from rotp_vision.core.explicit.structure import Structure
 from rotp_vision.core.structure import Similarity
 
 BOTH, FEATURES, SAMPLES = 0, 1, 2  # the axes of (b, D, N)

@@ -19,9 +19,9 @@ through one step from the fixed point, by the implicit function theorem.
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import ChunkSize, Scratch
-from rotp_vision.core.tape import Coefficient, Logits, Tape, Variable
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
+from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 
@@ -110,7 +110,6 @@ def sinkhorn_pool(
     num_inner: int,
     implicit: bool,
     similarity: str,
-    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
@@ -123,14 +122,8 @@ def sinkhorn_pool(
         num_inner: K.
         implicit: whether backward takes the result for converged.
         similarity: of the structural term, see `structural_force`.
-        triton: whether the Triton operator does it, which knows no proximal or structural term.
     """
-    if num_inner < 1:
-        raise ValueError(f'num_inner must be at least 1, got {num_inner}')
     coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
-    if triton:
-        rows = coefficients[:4]
-        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, rows, num_inner)[0]
     if weights.structure is None:
         similarity = ''
     options = num_inner, implicit, similarity
