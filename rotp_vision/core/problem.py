@@ -92,12 +92,15 @@ def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIE
         return x
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if view == 'log':
-        return (x.clamp_min(0.0) + floor).log()
+        return (x.relu() + floor).log()
+    # In units of the row's largest magnitude, whose square might overflow.
+    unit = x.detach().abs().amax(2, keepdim=True).clamp_min(floor)
+    x = x / unit
     if mask is None:
         mean_square = x.square().mean(2, keepdim=True)
     else:
         mean_square = x.square().sum(2, keepdim=True) / mask.sum(2, keepdim=True)
-    return x * (mean_square + floor**2).rsqrt()
+    return x * (mean_square + (floor / unit).square()).rsqrt()
 
 
 def hide_masked(log_values: Tensor, mask: Tensor | None) -> Tensor:

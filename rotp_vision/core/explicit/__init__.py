@@ -6,7 +6,7 @@ from rotp_vision.core.explicit.badmm import badmm_pool
 from rotp_vision.core.explicit.coupled import coupled_badmm_pool
 from rotp_vision.core.explicit.ops import decompositions
 from rotp_vision.core.explicit.sinkhorn import sinkhorn_pool
-from rotp_vision.core.problem import ROTProblem, view_of, zero_masked
+from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.solver import Implementation, Solver, register_backend
 from rotp_vision.core.weights import StepWeights
 
@@ -33,19 +33,16 @@ def explicit_pool(
         similarity: see `Solver`.
         implicit: see `Solver`.
     """
-    x, log_p0, log_q0, mask, view = problem
-    features: Tensor | None = None
-    if view != 'identity':
-        features, x = x, zero_masked(view_of(x, view, mask), mask)
+    features, log_p0, log_q0, mask, view = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
-    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
+    log_p0, log_q0 = log_p0.expand(features.shape[0], -1), log_q0.expand(features.shape[0], -1)
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, implicit, similarity)
+        pooled = sinkhorn_pool(features, log_p0, log_q0, weights, view, num_inner, implicit, similarity)
     elif coupled:
-        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
+        pooled = coupled_badmm_pool(features, log_p0, log_q0, weights, view, name == 'badmm-q', similarity)
     else:
-        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
+        pooled = badmm_pool(features, log_p0, log_q0, weights, view, name == 'badmm-q', similarity)
     return pooled
 
 

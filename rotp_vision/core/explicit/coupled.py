@@ -104,22 +104,22 @@ register('coupled_badmm_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_
 
 
 def coupled_badmm_pool(
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     weights: StepWeights,
+    view: str,
     quadratic: bool,
     similarity: str,
 ) -> Tensor:
     """(B, D) `features` pooled by the coupled Bregman ADMM. Can be scripted.
 
     Args:
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N), zero on masked samples.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
         weights: all but proximal are read.
+        view: what the plan sees of the features, see `view_of`.
         quadratic: whether the smoothness is quadratic.
         similarity: of the structural term, see `structural_force`.
     """
@@ -152,7 +152,7 @@ def coupled_badmm_pool(
         rows += [force / rho, _shift(force) / rho, kappa * force / rho]
     coefficients = torch.stack(rows).to(log_p0.dtype)
     options = quadratic, similarity
-    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients, *options)
+    return torch.ops.rotp_vision.coupled_badmm_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 
 def _shift(values: Tensor) -> Tensor:

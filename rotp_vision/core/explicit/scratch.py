@@ -11,6 +11,7 @@ from torch import Tensor
 # cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
 CHUNK_ELEMENTS_ELSEWHERE = 2**23
+WIDE = 256  # so many features are worth being transposed set by set
 
 
 class Scratch:
@@ -49,6 +50,10 @@ class Scratch:
         buffer = self._buffers[self._taken - 1]
         return buffer if self._current == self.num_sets else buffer[: self._current]
 
+    def give_back(self) -> None:
+        """Let the buffer that was taken last be taken again."""
+        self._taken -= 1
+
     def buffer(self) -> Tensor:
         """As `take`, where memory is certainly reused: in a backward."""
         buffer = self.take()
@@ -69,6 +74,10 @@ class Scratch:
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
+
+    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
+        """`values`, over themselves, with a number where the mask `where` says."""
+        return values.masked_fill_(where, value)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Sum of a · b over everything; both (b, D, N) with contiguous features."""
@@ -140,8 +149,14 @@ class NoScratch(Scratch):
     def take(self) -> None:
         return None
 
+    def give_back(self) -> None:
+        pass
+
     def over(self, values: Tensor) -> None:
         return None
+
+    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
+        return values.masked_fill(where, value)
 
 
 class Exponents(NamedTuple):
@@ -172,13 +187,13 @@ def exponentials(
     return y, y.sum(dim, keepdim=True), top
 
 
-def extent(values: Tensor) -> float:
-    """How far apart the values (b, D, N) lie, on CPU.
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of the values (b, D, N), on CPU.
 
     Read along memory they are in the cache afterwards, from where `Scratch.load` transposes them in half the time.
     """
     low, high = torch.stack((values.mT if values.mT.is_contiguous() else values).aminmax()).tolist()
-    return high - low
+    return low, high
 
 
 def shift_rows(x: Tensor, gone: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -199,6 +214,16 @@ def balance_rows(logits_grad: Tensor, d_features: Tensor, grad: Tensor) -> None:
     """
     excess = logits_grad.sum(2, keepdim=True)
     logits_grad.addcmul_(d_features, excess / grad.masked_fill(grad == 0, 1.0), value=-1)
+
+
+def store(values: Tensor, out: Tensor) -> None:
+    """Copy `values` (b, D, N) with contiguous features to `out`, whatever its layout and dtype."""
+    if values.shape[1] >= WIDE and out.dtype == values.dtype and out.is_contiguous() and values.mT.is_contiguous():
+        # torch transposes block by block only what has two axes, which takes a quarter of the time.
+        for of_set, target in zip(values.unbind(), out.unbind(), strict=True):
+            target.copy_(of_set)
+    else:
+        out.copy_(values)
 
 
 def exponent_limit(dtype: torch.dtype) -> float:

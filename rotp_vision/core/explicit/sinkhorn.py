@@ -102,11 +102,11 @@ register('sinkhorn_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
 
 
 def sinkhorn_pool(
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     weights: StepWeights,
+    view: str,
     num_inner: int,
     implicit: bool,
     similarity: str,
@@ -114,11 +114,11 @@ def sinkhorn_pool(
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
     Args:
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N), zero on masked samples.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
         weights: all but step are read.
+        view: what the plan sees of the features, see `view_of`.
         num_inner: K.
         implicit: whether backward takes the result for converged.
         similarity: of the structural term, see `structural_force`.
@@ -127,7 +127,7 @@ def sinkhorn_pool(
     if weights.structure is None:
         similarity = ''
     options = num_inner, implicit, similarity
-    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, *options)
+    return torch.ops.rotp_vision.sinkhorn_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:

@@ -10,7 +10,6 @@ what all entries of a row have in common would leave its rounding in every sum a
 come in a solver says itself.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
@@ -24,10 +23,11 @@ from rotp_vision.core.explicit.scratch import (
     balance_rows,
     exponent_limit,
     exponentials,
-    extent,
     shift_rows,
+    store,
 )
 from rotp_vision.core.explicit.structure import Structure
+from rotp_vision.core.explicit.view import Seen
 from rotp_vision.core.structure import Similarity
 
 BOTH, FEATURES, SAMPLES = 0, 1, 2  # the axes of (b, D, N)
@@ -114,11 +114,12 @@ class Tape:
         similarity: str = '',
     ) -> None:
         self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
-        self._given = inputs.x
-        self._spread = extent(inputs.x) if inputs.modules.eager else math.inf  # of the rows of X, at most
-        self._x = scratch.load(inputs.x)
-        self._features = None if inputs.features is None else scratch.load(inputs.features)
         self._gone = inputs.log_q0 == -torch.inf
+        self._masked = bool(self._gone.any()) if inputs.modules.eager else True
+        gone = self._gone if self._masked else None
+        self._seen = seen = Seen(inputs.features, inputs.view, gone, scratch, inputs.modules.eager)
+        self._spread = seen.spread  # of the rows of X, at most
+        self._x = seen.x
         self._needs = needs
         self._slopes = slopes
         self.recording = needs is not None  # off, vectors are constants of what follows
@@ -129,15 +130,13 @@ class Tape:
         self.log_q0 = Variable(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
         self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
-        self._masked = bool(self._gone.any()) if inputs.modules.eager else True
         self._structure: Structure | None = None
         if similarity:
-            gone = self._gone if self._masked else None
             self._structure = Structure(self._x, gone, cast(Similarity, similarity), scratch)
         if inputs.modules.eager:
-            ours = self._x is not inputs.x and (similarity != 'cosine' or needs is None)  # whose way back reads X
+            ours = seen.may_overwrite and (similarity != 'cosine' or needs is None)  # whose way back reads X
             out = self._x if ours else scratch.take()
-            self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
+            self._x, self._peak = shift_rows(self._x, gone, out)
             self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES)
             if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
@@ -274,12 +273,7 @@ class Tape:
             torch.mul(exponents, scale.value, out=before).exp_()
         else:
             torch.exp(exponents, out=before)
-        if self._given.is_contiguous() and not self._masked and matrix is None:
-            # What was given lies like this already; the scale as a row, see `_exponentials`.
-            row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
-            torch.addcmul(self._peak * -scale.value, self._given, row, out=twin).exp_()
-        else:
-            twin.copy_(before)
+        store(before, twin)
         shared = self._shared[scale.row, scale.module] = _Shared(before, twin, top, [], [])
         if self._needs is not None:
             self._back.append(lambda: self._add_shared(shared, logits))
@@ -353,7 +347,7 @@ class Tape:
 
     def pool(self, logits: Logits, vector: Variable) -> Tensor:
         """(b, D, 1) features averaged by softmax_n(logits + vector)."""
-        features = self._x if self._features is None else self._features
+        features = self._x if self._seen.averaged is None else self._seen.averaged
         shared = self._shared_of(logits)
         if shared is None:
             sweep = self._sweep(logits, vector)
@@ -363,23 +357,30 @@ class Tape:
             weights, _ = self._shared_weights(shared, vector)
             products = torch.mul(shared.exponentials, features, out=self._scratch.take())
             pooled = torch.bmm(weights, products.mT).mT / shared.sum(weights, SAMPLES)
-        return pooled if self._features is not None or self._peak is None else pooled + self._peak
+        if self._seen.averaged is None and self._peak is not None:
+            pooled = pooled + self._peak
+        return self._seen.pooled(pooled)
 
     def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> Gradients:
         """The gradients of everything that led to `pool(logits, vector)`, whose own is `grad` (b, D, 1)."""
         assert self._needs is not None
         needs, spare = self._needs, self._scratch.buffer()
         self._spare = spare
+        grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
-        features = self._x if self._features is None else self._features
+        features = self._x if self._seen.averaged is None else self._seen.averaged
         mean = torch.mul(sweep.exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
         d_features = sweep.exponentials.mul_(grad / sweep.total)
         logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
         balance_rows(logits_grad, d_features, grad)
-        self._dx = None
-        if needs.x:
-            self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
+        self._dx: Tensor | None = None
+        if needs.features:
+            self._dx = d_features if self._seen.averaged is None else self._scratch.buffer()
+        self._dx_is_blank = self._seen.averaged is not None
         if self._structure is not None:
+            if self._dx is not None and self._dx_is_blank:
+                self._dx.zero_()
+                self._dx_is_blank = False
             self._structure.start_back(self._dx, self._scratch)
         sweep.grad = logits_grad
         self._sweep_back(sweep)
@@ -387,8 +388,9 @@ class Tape:
             back()
         if self._structure is not None:
             self._structure.end_back()
+        if self._dx is not None:
+            self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, mean * grad, spare)
         return Gradients(
-            d_features if self._features is not None and needs.features else None,
             self._dx,
             self._grad_of(self.log_p0) if needs.log_p0 else None,
             self._grad_of(self.log_q0) if needs.log_q0 else None,
@@ -486,7 +488,10 @@ class Tape:
     def _logits_back(self, grad: Tensor, logits: Logits) -> None:
         """On from logits, whose gradient this is, to what they are made of."""
         scale, matrix = logits
-        if self._dx is not None:
+        if self._dx is not None and self._dx_is_blank:
+            torch.mul(grad, scale.value, out=self._dx)
+            self._dx_is_blank = False
+        elif self._dx is not None:
             self._dx.addcmul_(grad, scale.value)
         self._add_slope(scale, lambda: _inner(grad, self._x))
         if matrix is not None:

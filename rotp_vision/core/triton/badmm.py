@@ -336,6 +336,6 @@ register_sets('badmm_pool', _launches, ', bool quadratic')
 def badmm_pool(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, quadratic: bool
 ) -> Tensor:
-    """(B, D) pooled features; arguments as those of the function of the same name in `explicit.badmm`."""
+    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
     coefficients = badmm_coefficients(weights, quadratic).float()
     return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]

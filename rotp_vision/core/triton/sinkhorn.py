@@ -213,6 +213,6 @@ register_sets('sinkhorn_pool', _launches, ', int num_inner')
 def sinkhorn_pool(
     features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
 ) -> Tensor:
-    """(B, D) pooled features; arguments as those of the function of the same name in `explicit.sinkhorn`."""
+    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
     coefficients = sinkhorn_coefficients(weights)[:4].float()
     return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]

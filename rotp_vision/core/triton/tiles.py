@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import INPUTS, Pair, define
+from rotp_vision.core.explicit.ops import Pair, define
 
 MAX_TILES = 16  # programs per set: every one of them reads the parts of all
 FORWARD_ELEMENTS = 2048  # of a tile; what the kernels hold per element fits the registers
@@ -201,12 +201,14 @@ def register_sets(name: str, kernels: Callable[..., Launches], options: str) -> 
         vectors = (x.new_empty(v.shape, dtype=torch.float32) for v in (log_p0, log_q0, coefficients))
         return *(x.new_empty(0) if d is None else d for d in make_maps(features, x, needs)), *vectors
 
+    inputs = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
     define(
         f'triton_{name}',
         Pair(run_forward, run_backward, fake_forward, fake_backward),
-        f'({INPUTS}{options}) -> (Tensor, Tensor, Tensor)',
-        f'(Tensor grad, {INPUTS}, Tensor rows, Tensor columns, bool[] needs{options}) '
+        f'({inputs}{options}) -> (Tensor, Tensor, Tensor)',
+        f'(Tensor grad, {inputs}, Tensor rows, Tensor columns, bool[] needs{options}) '
         '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+        num_inputs=5,
     )
 
 

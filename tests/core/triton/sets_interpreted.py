@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rotp_vision import bench
 from rotp_vision.core import Solver
-from rotp_vision.core.triton import tiles
+from rotp_vision.core.triton import badmm, sinkhorn, tiles  # noqa: F401 - define their operators
 from rotp_vision.layers import GlobalROTPool2d
 from tests.core.explicit.test_operators import leaves, pooled, results
 
@@ -106,51 +106,25 @@ def test_channels_last_without_copies(operator):
     assert got['x'].stride() == tensors['x'].stride() == (72, 1, 8)
 
 
-def operands(operator, dtype=torch.float32, features_dtype=None):
-    """What the operator itself takes, and its options."""
-    generator = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    quadratic = operator[0].name == 'badmm-q'
-    rows, options = (4, (3,)) if operator[0].name == 'sinkhorn' else (3 + quadratic, (quadratic,))
-    coefficients = torch.rand(rows, 1 if rows == 4 and not quadratic else 2, generator=generator) + 0.4
-    features = None if features_dtype is None else normal(2, 6, 5).to(features_dtype)
-    x, log_p0, log_q0 = normal(2, 6, 5).to(dtype), normal(2, 6).log_softmax(1), normal(2, 5).log_softmax(1)
-    if operator[0].name != 'badmm-e':
-        coefficients[1] = float(quadratic)  # κ, or the proximal weight, which is none of the kernels'
-    return (features, x, log_p0, log_q0, coefficients), options
-
-
-def operator_of(operator, prefix=''):
-    name = 'sinkhorn_pool' if operator[0].name == 'sinkhorn' else 'badmm_pool'
-    return getattr(torch.ops.rotp_vision, prefix + name)
-
-
 @every_operator
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('separate', [False, True])
-def test_half_precision_in_and_out(operator, dtype, separate):
-    """The same numbers as float32 from the rounded inputs, rounded once at the end."""
-    (features, x, *rest), options = operands(operator, dtype, dtype if separate else None)
-    inputs = [None if value is None else value.requires_grad_() for value in (features, x, *rest)]
-    grad = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
-    out, *_ = operator_of(operator, 'triton_')(*inputs, *options)
-    used = [value for value in inputs if value is not None]
-    got = [out, *torch.autograd.grad(out, used, grad)]
-    wide = [None if value is None else value.detach().double().requires_grad_() for value in inputs]
-    *others, coefficients = wide
-    extra = ('',)
-    if operator[0].name == 'sinkhorn':
-        coefficients = torch.cat([coefficients, coefficients[:1] * (1 - coefficients[2:3])])  # 1 / (α1 + α2)
-        extra = (False, '')
-    out = operator_of(operator)(*others, coefficients, *options, *extra)
-    expected = [out, *torch.autograd.grad(out, [value for value in wide if value is not None], grad.double())]
-    if operator[0].name == 'sinkhorn':
-        for values in (got, expected):
-            values[-1] = values[-1][[0, 2, 3]]  # the proximal weight is none of its
-    for value, right, like in zip(got, expected, [out.to(dtype), *used], strict=True):
-        assert value.dtype == like.dtype
-        rounding = torch.finfo(like.dtype).eps if like.dtype != torch.float32 else TOLERANCE
-        assert ((value.double() - right).abs().max() / right.abs().max()).item() < rounding
+@pytest.mark.parametrize('view', ['identity', 'rms'])
+def test_half_precision_in_and_out(operator, dtype, view):
+    """The same numbers as float32 from the rounded features, rounded once at the end (of both ways for a view)."""
+    tensors = leaves(operator, 2, 6, 5, num_modules=2, dtype=torch.float32)
+    tensors['x'] = tensors['x'].detach().to(dtype).requires_grad_()
+    towards = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
+    got, expected = {}, {}
+    for found, given, backend in ((got, tensors, 'triton'), (expected, double(tensors), 'torch')):
+        out = pooled(operator, given, backend, view=view)
+        grads = torch.autograd.grad(out, list(given.values()), towards.to(out.dtype), allow_unused=True)
+        found |= {'output': out} | {name: grad for name, grad in zip(given, grads, strict=True) if grad is not None}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == (dtype if name in ('output', 'x') else torch.float32)
+        error = (got[name].double() - value).abs().max()
+        rounding = (1 + (view != 'identity')) * torch.finfo(dtype).eps if name in ('output', 'x') else TOLERANCE
+        assert error <= rounding * value.abs().max() + FLOOR, name
 
 
 @every_operator
@@ -184,9 +158,12 @@ CHECKS = ('test_schema', 'test_autograd_registration', 'test_faketensor')
 
 @every_operator
 def test_opcheck(operator):
-    inputs, options = operands(operator)
+    quadratic = operator[0].name == 'badmm-q'
+    name, rows, option = ('sinkhorn', 4, 3) if operator[0].name == 'sinkhorn' else ('badmm', 3 + quadratic, quadratic)
+    x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
+    inputs, options = (None, x, log_p0, log_q0, torch.rand(rows, 2 - (name == 'sinkhorn')) + 0.4), (option,)
     differentiable = tuple(None if value is None else value.clone().requires_grad_() for value in inputs)
-    forward = operator_of(operator, 'triton_')
+    forward = getattr(torch.ops.rotp_vision, f'triton_{name}_pool')
     torch.library.opcheck(forward.default, (*differentiable, *options), test_utils=CHECKS)
     out, rows, columns = forward(*inputs, *options)
     backward = getattr(torch.ops.rotp_vision, f'{forward.__name__}_backward').default
