@@ -127,7 +127,7 @@ def where_pool_looked(model: nn.Module, pool: nn.Module, images: Tensor) -> tupl
     finally:
         hook.remove()
     maps = seen[0]
-    rows = pool.plan(maps).softmax(-1)  # type: ignore[operator]  # (B, D, N)
+    rows = pool.map_log_plan(maps).softmax(-1)  # type: ignore[operator]  # (B, D, N)
     pooled = (pool.sets(maps).to(rows.dtype) * rows).sum(-1).abs()  # type: ignore[operator]
     share = pooled / pooled.sum(1, keepdim=True)
     height, width = maps.shape[1:3] if getattr(pool, 'input_fmt', 'NCHW') == 'NHWC' else maps.shape[2:]

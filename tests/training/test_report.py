@@ -45,7 +45,7 @@ def test_where_the_pooling_looked_is_what_it_averages_with(converted):
     torch.testing.assert_close(looked.sum((1, 2)), torch.ones(2))
     # By its definition, one place at a time.
     maps = converted.forward_features(images).flatten(2)
-    rows = pool.plan(converted.forward_features(images)).softmax(-1)
+    rows = pool.map_log_plan(converted.forward_features(images)).softmax(-1)
     pooled = (maps * rows).sum(-1).abs()
     expected = sum(pooled[:, d, None] * rows[:, d] for d in range(maps.shape[1])) / pooled.sum(1, keepdim=True)
     torch.testing.assert_close(looked.flatten(1), expected)

@@ -44,7 +44,7 @@ from rotp_vision.core.explicit.view import Seen
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
-FORCES = 3  # rows of the coefficients are β, κ, ρ, and from here on α1/ρ if quadratic, α0/ρ if structural
+FORCES = 3  # kinds of coefficients are β, κ, ρ, and from here on α1/ρ if quadratic, α0/ρ if structural
 
 
 class _Scalars(NamedTuple):
@@ -63,16 +63,16 @@ class _Modules(NamedTuple):
     """What all chunks have in common, made once."""
 
     each: list[_Scalars]
-    betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
+    betas: tuple[Tensor, ...]  # (1, D, 1) β as a feature vector, see `_run`
     p0: Tensor  # (B, D, 1) of the whole batch
     q0: Tensor  # (B, 1, N)
     rho_p0: Tensor  # (T, B, D, 1) ρ p0
     rho_q0: Tensor  # (T, B, 1, N) ρ q0
     of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
-    slope: float  # max β, or infinity if values may not be looked at
+    slope: float  # max β, or infinity if values may not be read
     slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._room`
     pushes: float  # Σ α0/ρ over all Φ
-    masked: bool  # whether some sample may be
+    any_masked: bool  # whether some sample may be
 
 
 def _prepare(
@@ -142,13 +142,13 @@ class _Chunk:
         self.scratch = scratch
         self.all: _Modules = inputs.modules
         eager = self.all.slope < math.inf
-        self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
-        self.seen = seen = Seen(inputs.features, inputs.view, self.gone, scratch, eager)
+        self.masked = inputs.log_q0 == -torch.inf if self.all.any_masked else None
+        self.seen = seen = Seen(inputs.features, inputs.view, self.masked, scratch, eager)
         self.x, spread = seen.x, seen.spread
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
-        rows = inputs.rows
-        self.p0, self.q0 = self.all.p0[rows], self.all.q0[rows]
-        self.rho_p0, self.rho_q0 = self.all.rho_p0[:, rows].unbind(), self.all.rho_q0[:, rows].unbind()
+        sets = inputs.sets
+        self.p0, self.q0 = self.all.p0[sets], self.all.q0[sets]
+        self.rho_p0, self.rho_q0 = self.all.rho_p0[:, sets].unbind(), self.all.rho_q0[:, sets].unbind()
         self.modules = self.all.each
         self.forced = quadratic or similarity != ''
         self._rough: Tensor | None = None  # (b, D, N) what the plans have added to M, if quadratic,
@@ -156,12 +156,12 @@ class _Chunk:
         self.first: AppliedToProduct | None = None  # of Φ(p0 q0)
         self.structure = None
         if similarity:
-            self.structure = Structure(self.x, self.gone, cast(Similarity, similarity), scratch)
+            self.structure = Structure(self.x, self.masked, cast(Similarity, similarity), scratch)
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
         ours = seen.may_overwrite and similarity != 'cosine'  # which reads X to the end
-        self.x, self.peak = shift_rows(self.x, self.gone, scratch.over(self.x) if ours else scratch.take())
+        self.x, self.peak = shift_rows(self.x, self.masked, scratch.over(self.x) if ours else scratch.take())
         room = self._room() if eager else 0.0
-        self.bounded = eager and ((self.gone is None and spread < room) or -float(self.x.amin()) < room)
+        self.bounded = eager and ((self.masked is None and spread < room) or -float(self.x.amin()) < room)
         self.features = self.x if seen.averaged is None else seen.averaged
 
     def _room(self) -> float:
@@ -181,8 +181,8 @@ class _Chunk:
 
     def softmax(self, y: Tensor, dim: int, weighted_prior: Tensor) -> tuple[_Plan, Tensor | None]:
         """ρ · prior · softmax of y along `dim`, over y, and the maximum that was taken off y."""
-        exponents = Exponents(summable=self.bounded, deep=not self.bounded)
-        y, total, top = exponentials(y, dim, self.scratch, exponents, self.gone if dim == 2 else None)
+        exponents = Exponents(summable=self.bounded, may_underflow=not self.bounded)
+        y, total, top = exponentials(y, dim, self.scratch, exponents, self.masked if dim == 2 else None)
         return _Plan(y, total, weighted_prior / total), top
 
     def vector(self, plan: _Plan, top: Tensor | None, log_prior: Tensor) -> Tensor:
@@ -244,9 +244,9 @@ def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = 
         # P-step
         if chunk.bounded:
             v = v - v.amax(2, keepdim=True)
-            v = v if chunk.gone is None else v.masked_fill(chunk.gone, 0.0)
-        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
-        # be vectorised.
+            v = v if chunk.masked is None else v.masked_fill(chunk.masked, 0.0)
+        # β as a feature vector, not a scalar: v is constant along the contiguous axis, and torch would not vectorise a
+        # second constant beside it.
         out = stack[2 * k] if stack else scratch.take() if p is None else over(p.exponentials)
         row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
@@ -440,13 +440,13 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
         return torch.stack([torch.stack(values) for values in each]).sum(0)
 
     by_row, by_column = torch.cat([sums['x',], zero.view(1)]).view(-1, 2).unbind(1)
-    rows = [by_row + kappa * by_column, beta * by_column + by_module('u') + by_module('damping') / kappa]
-    rows.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
+    kinds = [by_row + kappa * by_column, beta * by_column + by_module('u') + by_module('damping') / kappa]
+    kinds.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
     if ('roughness of s', 0) in sums:
-        rows.append(-by_module('roughness of p', 'roughness of s'))
+        kinds.append(-by_module('roughness of p', 'roughness of s'))
     if ('structure', 0) in sums:
-        rows.append(by_module('structure'))
-    return torch.stack(rows)
+        kinds.append(by_module('structure'))
+    return torch.stack(kinds)
 
 
 def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
@@ -484,17 +484,17 @@ def badmm_pool(
 
 
 def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
-    """(rows, T) what the operators take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
+    """(kinds, T) what the operators take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
     smoothness, step = weights.smoothness, weights.step
     assert step is not None
     kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
     betas = [step[0].reciprocal()]
     for k in range(1, step.shape[0]):
         betas.append(step[k].reciprocal() + kappas[k - 1] * betas[k - 1])
-    rows = [torch.stack(betas), kappas, step]
+    kinds = [torch.stack(betas), kappas, step]
     if quadratic:
-        rows.append(smoothness / step)
+        kinds.append(smoothness / step)
     structure = weights.structure
     if structure is not None:
-        rows.append(structure / step)
-    return torch.stack(rows)
+        kinds.append(structure / step)
+    return torch.stack(kinds)

@@ -142,15 +142,15 @@ def coupled_badmm_pool(
         scales_p.append(rho[k].reciprocal() + (1 - before1[k] / rho[k]) * scales_s[k - 1])
         scales_s.append(kappa[k] * scales_p[k] + keep_u[k] * scales_s[k - 1])
     share = kappa / (1 + kappa)
-    rows = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
-    rows += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
-    rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
-    rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
-    rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
-    rows += [1 - before1 / rho, 0.5 / rho]
+    kinds = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
+    kinds += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
+    kinds += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
+    kinds += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
+    kinds += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
+    kinds += [1 - before1 / rho, 0.5 / rho]
     for force in forces:
-        rows += [force / rho, _shift(force) / rho, kappa * force / rho]
-    coefficients = torch.stack(rows).to(log_p0.dtype)
+        kinds += [force / rho, _shift(force) / rho, kappa * force / rho]
+    coefficients = torch.stack(kinds).to(log_p0.dtype)
     options = quadratic, similarity
     return torch.ops.rotp_vision.coupled_badmm_pool(features, log_p0, log_q0, coefficients, view, *options)
 

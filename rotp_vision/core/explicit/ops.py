@@ -23,7 +23,7 @@ class Inputs(NamedTuple):
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
     view: str  # what the plan sees of the features, see `view_of`
-    rows: slice  # where the chunk lies in the batch
+    sets: slice  # which of the batch are in the chunk
     modules: Any  # the scalars of the modules, as the solver's `prepare` makes them of the coefficients
 
 
@@ -62,8 +62,8 @@ class Slopes:
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
 Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, slopes, *options)
-Prepare = Callable[..., Any]  # (features, log_p0, log_q0, coefficients (rows, T), eager, *options) -> `Inputs.modules`
-Collect = Callable[[dict[tuple, Tensor], Tensor], Tensor]  # (sums of the slopes, coefficients) -> (rows, T)
+Prepare = Callable[..., Any]  # (features, log_p0, log_q0, coefficients (kinds, T), eager, *options) -> `Inputs.modules`
+Collect = Callable[[dict[tuple, Tensor], Tensor], Tensor]  # (sums of the slopes, coefficients) -> (kinds, T)
 
 INPUTS = 'Tensor features, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
@@ -77,24 +77,26 @@ def decompositions() -> dict[Any, Callable]:
 class Modules(NamedTuple):
     """The scalars of all modules, made once for all chunks."""
 
-    each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
-    eager: bool  # whether values may be looked at
+    each: list[tuple[Tensor, ...]]  # the coefficients, module by module
+    eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
     steepest: float  # if so, the largest of all their sizes
 
 
 def scalars(
     features: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any
 ) -> Modules:
-    """The coefficients (rows, T), module by module."""
+    """The coefficients (kinds, T), module by module."""
     steepest = float(coefficients.abs().amax()) if eager else math.inf
     return Modules([column.unbind() for column in coefficients.unbind(1)], eager, steepest)
 
 
 def entries(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
-    """(rows, T) of slopes whose key is (row, module); zero where there is none."""
-    rows, num_modules = coefficients.shape
+    """(kinds, T) of slopes whose key is (kind, module); zero where there is none."""
+    num_kinds, num_modules = coefficients.shape
     zero = coefficients.new_zeros(())
-    return torch.stack([sums.get((i, k), zero) for i in range(rows) for k in range(num_modules)]).view(rows, -1)
+    return torch.stack([sums.get((i, k), zero) for i in range(num_kinds) for k in range(num_modules)]).view(
+        num_kinds, -1
+    )
 
 
 def register(
@@ -115,13 +117,13 @@ def register(
         forward: pooled features of a chunk.
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
-        prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
+        prepare: makes the scalars of the modules, once for all chunks; `eager` says that it may read values.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
         chunk_size: of a backward by the options; its `parts` are for the forward alone.
     """
 
-    def gather(rows: slice, features, log_p0, log_q0, view, modules) -> Inputs:
-        return Inputs(features[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), view, rows, modules)
+    def gather(sets: slice, features, log_p0, log_q0, view, modules) -> Inputs:
+        return Inputs(features[sets], log_p0[sets].unsqueeze(2), log_q0[sets].unsqueeze(1), view, sets, modules)
 
     def run_forward(features, log_p0, log_q0, coefficients, view, *extra) -> Tensor:
         pooled = features.new_empty(features.shape[:2])
@@ -130,9 +132,9 @@ def register(
             modules = prepare(features, log_p0, log_q0, coefficients, device == 'cpu', *extra)
             size = chunk_size(*extra)
             # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(features, size._replace(enlarge=2 * size.enlarge), log_p0.dtype):
-                inputs = gather(rows, features, log_p0, log_q0, view, modules)
-                pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
+            for sets, scratch in chunks(features, size._replace(enlarge=2 * size.enlarge), log_p0.dtype):
+                inputs = gather(sets, features, log_p0, log_q0, view, modules)
+                pooled[sets] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
 
     def run_whole(features, log_p0, log_q0, coefficients, view, *extra) -> Tensor:
@@ -148,15 +150,15 @@ def register(
         device = features.device.type
         with torch.autocast(device, enabled=False):
             modules = prepare(features, log_p0, log_q0, coefficients, device == 'cpu', *extra)
-            for rows, scratch in chunks(features, chunk_size(*extra)._replace(parts=1), log_p0.dtype):
-                inputs = gather(rows, features, log_p0, log_q0, view, modules)
-                part = backward(grad[rows].unsqueeze(2).to(log_p0.dtype), inputs, scratch, wanted, slopes, *extra)
+            for sets, scratch in chunks(features, chunk_size(*extra)._replace(parts=1), log_p0.dtype):
+                inputs = gather(sets, features, log_p0, log_q0, view, modules)
+                part = backward(grad[sets].unsqueeze(2).to(log_p0.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:
-                    store(part.features, d_features[rows])
+                    store(part.features, d_features[sets])
                 if part.log_p0 is not None:
-                    d_log_p0[rows] = part.log_p0.squeeze(2)
+                    d_log_p0[sets] = part.log_p0.squeeze(2)
                 if part.log_q0 is not None:
-                    d_log_q0[rows] = part.log_q0.squeeze(1)
+                    d_log_q0[sets] = part.log_q0.squeeze(1)
             if slopes.wanted:
                 d_coefficients.copy_(collect(slopes.sums(), coefficients))
         return total

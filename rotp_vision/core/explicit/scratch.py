@@ -17,7 +17,8 @@ WIDE = 256  # so many features are worth being transposed set by set
 class Scratch:
     """Buffers (b, D, N) whose feature axis is contiguous, made once and reused for every chunk of a batch.
 
-    That layout makes both log-sum-exps cheap: over samples it adds whole rows, over features it reads along memory.
+    That layout makes both log-sum-exps cheap: one over samples adds contiguous vectors, one over features reads along
+    memory.
     """
 
     def __init__(self, like: Tensor, num_sets: int, dtype: torch.dtype) -> None:
@@ -107,7 +108,7 @@ class ChunkSize(NamedTuple):
 
 
 def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tuple[slice, Scratch]]:
-    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory of a dtype ready for it."""
+    """Which sets are in each chunk of the batch `x` (B, D, N), with scratch memory of a dtype ready for it."""
     limit, workers = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE), _workers(x.device)
     elements = x.shape[1] * x.shape[2]
     if x.device.type == 'cpu':
@@ -118,9 +119,9 @@ def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tup
     size = _even_size(x.shape[0], max(1, limit // elements), workers)
     scratch = Scratch(x, size, dtype)
     for start in range(0, x.shape[0], size or 1):
-        rows = slice(start, min(start + size, x.shape[0]))
-        scratch.start(rows.stop - rows.start)
-        yield rows, scratch
+        sets = slice(start, min(start + size, x.shape[0]))
+        scratch.start(sets.stop - sets.start)
+        yield sets, scratch
 
 
 def _workers(device: torch.device) -> int:
@@ -128,9 +129,9 @@ def _workers(device: torch.device) -> int:
 
 
 def _even_size(total: int, most: int, workers: int) -> int:
-    """The size of chunks of `total` sets, none above `most`: all alike, if they can be, and no worker without work.
+    """How many of `total` sets a chunk holds: at most `most`, about as many in each, and a multiple of `workers`.
 
-    Products of matrices are shared out set by set: of 5 sets and two workers one would wait for the third of the other.
+    torch gives each set of a batched product to one thread: of 5 sets two threads would do 3 and 2, and one would wait.
     """
     if total <= most:
         return total
@@ -163,13 +164,13 @@ class Exponents(NamedTuple):
     """What is known of exponents before they are made."""
 
     summable: bool  # whether sums of their exponentials are within bounds even without taking off a maximum
-    deep: bool  # whether single exponentials may underflow; if they are summable, no sum is below exp(floor)
+    may_underflow: bool  # whether single exponentials may underflow; if they are summable, no sum is below exp(floor)
 
 
 def exponentials(
-    y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, gone: Tensor | None = None
+    y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, masked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """exp(y - top) over y, zero where `gone`, their sum along `dim`, kept, and the maximum `top`.
+    """exp(y - top) over y, zero where `masked`, their sum along `dim`, kept, and the maximum `top`.
 
     Where the exponentials are summable there is no maximum. Where not, y may be -inf.
     """
@@ -177,13 +178,13 @@ def exponentials(
     if not exponents.summable:
         top = y.amax(dim, keepdim=True)
         y = torch.sub(y, top, out=scratch.over(y))
-    if scratch.floor is not None and exponents.deep:
+    if scratch.floor is not None and exponents.may_underflow:
         floor = 2 * scratch.floor if top is None else scratch.floor
         torch.threshold_(y.clamp_(min=floor).exp_(), 1.001 * math.exp(floor), 0.0)
     else:
         y = torch.exp(y, out=scratch.over(y))
-    if gone is not None and exponents.summable:
-        y.masked_fill_(gone, 0.0)
+    if masked is not None and exponents.summable:
+        y.masked_fill_(masked, 0.0)
     return y, y.sum(dim, keepdim=True), top
 
 
@@ -196,12 +197,12 @@ def extremes(values: Tensor) -> tuple[float, float]:
     return low, high
 
 
-def shift_rows(x: Tensor, gone: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """X (b, D, N) shifted to a maximum of zero in every row, into `out`, and the maxima; zero where `gone`."""
-    peak = (x if gone is None else x.masked_fill(gone, -torch.inf)).amax(2, keepdim=True)
+def shift_rows(x: Tensor, masked: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """X (b, D, N) shifted to a maximum of zero in every row, into `out`, and the maxima; zero where `masked`."""
+    peak = (x if masked is None else x.masked_fill(masked, -torch.inf)).amax(2, keepdim=True)
     shifted = torch.sub(x, peak, out=out)
-    if gone is not None:
-        shifted = shifted.masked_fill(gone, 0.0) if out is None else shifted.masked_fill_(gone, 0.0)
+    if masked is not None:
+        shifted = shifted.masked_fill(masked, 0.0) if out is None else shifted.masked_fill_(masked, 0.0)
     return shifted, peak
 
 

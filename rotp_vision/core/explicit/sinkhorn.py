@@ -131,7 +131,7 @@ def sinkhorn_pool(
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(rows, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
+    """(kinds, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
     if structural. Those in Triton take the first four.
     """
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
@@ -147,8 +147,8 @@ def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
     scales = [alpha1[0].reciprocal()]
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
-    rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
-    rows.append(1 / (alpha1 + alpha2))
+    kinds = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    kinds.append(1 / (alpha1 + alpha2))
     if structure is not None:
-        rows.append(structure / alpha1)
-    return torch.stack(rows)
+        kinds.append(structure / alpha1)
+    return torch.stack(kinds)
