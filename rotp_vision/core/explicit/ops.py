@@ -130,9 +130,10 @@ def register(
         device = features.device.type
         with torch.autocast(device, enabled=False):
             modules = prepare(features, log_p0, log_q0, coefficients, device == 'cpu', *extra)
-            size = chunk_size(*extra)
-            # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for sets, scratch in chunks(features, size._replace(enlarge=2 * size.enlarge), log_p0.dtype):
+            # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
+            enlarge, parts, multiplies = chunk_size(*extra)
+            size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
+            for sets, scratch in chunks(features, size, log_p0.dtype):
                 inputs = gather(sets, features, log_p0, log_q0, view, modules)
                 pooled[sets] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
