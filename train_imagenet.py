@@ -18,6 +18,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,15 +31,17 @@ from accelerate.utils import GradientAccumulationPlugin
 from rich.console import Console
 from rich.markup import escape
 from timm.data import Mixup  # pyright: ignore[reportPrivateImportUsage]
-from timm.optim import create_optimizer_v2  # pyright: ignore[reportPrivateImportUsage]
+from timm.optim import create_optimizer_v2, param_groups_weight_decay  # pyright: ignore[reportPrivateImportUsage]
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from timm.utils import ModelEmaV3  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 from tqdm import tqdm
 
 import rotp_vision
+from rotp_vision.evaluation import Places, counted_places, places_sentence
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
+from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
 from rotp_vision.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -47,7 +50,16 @@ from rotp_vision.training.checkpoint import (
     save_checkpoint,
     write_atomically,
 )
-from rotp_vision.training.config import RunConfig, StageConfig, changes, flat, parse_config, to_dict
+from rotp_vision.training.config import (
+    PoolStageConfig,
+    RunConfig,
+    StageConfig,
+    changed_epochs,
+    changes,
+    flat,
+    parse_config,
+    to_dict,
+)
 from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
@@ -55,7 +67,6 @@ from rotp_vision.training.model import (
     convert_model,
     load_for_evaluation,
     normalization,
-    published_classes,
     synchronized,
 )
 from rotp_vision.training.processes import (
@@ -72,6 +83,7 @@ from rotp_vision.training.processes import (
 from rotp_vision.training.run import Run, fail
 from rotp_vision.training.sources import open_sources
 
+Rates = dict[str, float | None]
 DRY_STEPS = 4  # of each stage; the first warms up and is not timed
 
 
@@ -83,7 +95,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         train, val = open_sources(config.data, config.seed)
         num_classes = len(train.classes)
-        check_classes(config, num_classes)
+        check_beginning(config)
         if config.evaluate is None:
             steps_per_epoch(len(train), config.global_batch_size)
         if not only_looking:
@@ -113,6 +125,13 @@ def main(args: Sequence[str] | None = None) -> None:
     stored_config = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
         fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
+    news, anew = list[str](), list[str]()
+    if checkpoint is not None:
+        point = checkpoint.progress
+        try:
+            news += changed_epochs(checkpoint.config, stored_config, point.stage, point.epoch + bool(point.step))
+        except ValueError as error:
+            fail(error)
 
     # Model, on every process from the same seed
     seed_all(config.seed)
@@ -125,11 +144,14 @@ def main(args: Sequence[str] | None = None) -> None:
             if config.evaluate is not None:
                 model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
             else:
-                model = build_model(config.model, num_classes)
+                trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
+                model = build_model(config.model, num_classes, new_classifier=trains, notify=anew.append)
                 check_stages(config, model)
         train_transform, val_transform = transforms(config.data, *normalization(model))
     except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
         fail(error)
+    for line in (*news, *(anew if checkpoint is None else ())):
+        console.print(line, soft_wrap=True, markup=False)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
 
     # An evaluation has nothing to save: a signal ends it.
@@ -146,6 +168,8 @@ def main(args: Sequence[str] | None = None) -> None:
             train_transform=train_transform,
             val_transform=val_transform,
             progress=progress,
+            trained=bool(config.stage1.epochs)
+            or (not anew and (config.model.pretrained or bool(config.model.checkpoint))),
         )
         if config.evaluate is not None:
             metrics = run.evaluate(run.place(model), run.val_images(), len(val))
@@ -176,17 +200,19 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     if config.stage2.epochs:
         if checkpoint is None:
             progress.stage, progress.epoch, progress.step = 2, 0, 0
-            trained = config.model.pretrained or config.model.checkpoint is not None
-            if trained and NATIVE not in progress.summary and not config.dry_run:
+            if run.trained and NATIVE not in progress.summary and not config.dry_run:
                 progress.summary[NATIVE] = run.evaluate(run.place(model), run.val_images(), len(run.val))
-        model = train_stage(run, convert_model(model, config.pool), 2, checkpoint)
+        model = train_stage(run, convert_model(model, config.pool, progress.pools), 2, checkpoint)
     if config.dry_run:
         return
+    told = None
     if progress.stage == 2:
         # From the images themselves, whatever the epochs were evaluated from.
-        progress.summary[pool_title(config.pool)] = run.evaluate(model, run.val_images(), len(run.val))
+        with counted_places(model) as places:
+            progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
+        told = tell_places(run, places)
     if run.main:
-        finish(run, model)
+        finish(run, model, told)
     run.host.wait()
 
 
@@ -204,12 +230,25 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if checkpoint is not None:
         model.load_state_dict(checkpoint.model)
     run.place(model)
-    ema = ModelEmaV3(model, settings.ema_decay, use_warmup=True) if settings.ema_decay else None
-    averaged = model if ema is None else ema.module
     show_stage(run, model, stage, settings, steps)
 
+    # What is called: the model, or from the cache on.
+    maps = None
+    if stage == 2 and config.stage2.cache_features and not config.dry_run:
+        try:
+            maps = build_cache(run, model)
+        except (ValueError, OSError) as error:
+            fail(error)
+    if stage == 2 and checkpoint is None and not config.dry_run:
+        progress.simpler = {title: [*pooling] for title, pooling in start_pooling(run, model, maps).items()}
+        progress.pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
+        rotp_vision.freeze(model, config.stage2.train)  # a new prior trains too
+        compare_poolings(run, model, maps)
+
     # Optimizer
-    optimizer = create_optimizer_v2(model, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+    ema = ModelEmaV3(model, settings.ema_decay, use_warmup=True) if settings.ema_decay else None
+    averaged = model if ema is None else ema.module
+    optimizer = make_optimizer(model, settings)
     scheduler = make_scheduler(optimizer, settings, steps)
     mixup = make_mixup(settings, len(run.train.classes))
     smoothing = 0.0 if mixup else settings.label_smoothing  # Mixup smooths by itself
@@ -218,16 +257,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         if ema is not None:
             ema.module.load_state_dict(checkpoint.state['ema'])
 
-    # What is called: the model, or from the cache on. DDP must see the whole of it: gradients of a part called by
-    # itself would stay unsynchronised without an error.
-    maps = None
-    if stage == 2 and config.stage2.cache_features and not config.dry_run:
-        try:
-            maps = build_cache(run, model)
-        except (ValueError, OSError) as error:
-            fail(error)
+    # DDP must see the whole of what is called: gradients of a part called by itself would stay unsynchronised without
+    # an error.
     wrapped, optimizer = accelerator.prepare(PoolAndClassifier(model) if maps else model, optimizer)
-    evaluated = PoolAndClassifier(averaged) if maps else averaged
     if config.compile:
         wrapped.compile()
     if checkpoint is None:
@@ -300,7 +332,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             finite = math.isfinite(value)
             share = value / run.shard.processes if finite else 0.0
             mean_loss, infinite, stopping, news = host.sum(share, not finite, bool(run.stop), bool(broken))
-            lr = optimizer.param_groups[0]['lr']
+            rates = learning_rates(optimizer)
             if news:
                 run.note_broken(broken)
             if infinite:
@@ -309,9 +341,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                     save()
                 fail(
                     f'the loss is not finite at stage {stage}, epoch {epoch + 1}, step {progress.step + 1}, learning '
-                    f'rate {lr:.3g}. The state before that step is checkpoint {progress.name}. Lower the learning '
-                    'rate, lengthen the warm-up or clip gradients, and start anew, if you like with that checkpoint as '
-                    '--model.checkpoint'
+                    f'rate {rates["lr"] or rates["pool_lr"]:.3g}. The state before that step is checkpoint '
+                    f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start '
+                    'anew, if you like with that checkpoint as --model.checkpoint'
                 )
             if settings.clip_norm is not None:
                 accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
@@ -336,8 +368,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                     started, first_step = time.perf_counter(), 1
                 continue
             if logs and (progress.step % config.log_every == 0 or progress.step == steps):
-                logs.step(stage, epoch, mean_loss, lr, speed, data_time / elapsed)
-                accelerator.log({'train/loss': mean_loss, 'train/lr': lr}, step=offset + updates + 1)
+                logs.step(stage, epoch, mean_loss, rates, speed, data_time / elapsed)
+                shown = {f'train/{name}': rate for name, rate in rates.items() if rate is not None}
+                accelerator.log({'train/loss': mean_loss, **shown}, step=offset + updates + 1)
             due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
             if due or stopping or progress.step == steps:
                 save()
@@ -347,15 +380,12 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         bar.close()
 
         # The end of an epoch
-        share_buffers(evaluated, accelerator)
-        if maps:
-            metrics = run.evaluate(evaluated, maps.val_batches(run.local_batch, run.shard), maps.val.readable)
-        else:
-            metrics = run.evaluate(evaluated, run.val_images(), len(run.val))
+        share_buffers(averaged, accelerator)
+        metrics = validate(run, averaged, maps)
         seconds = time.perf_counter() - started
         if logs:
             logs.weights(averaged, epoch + 1)
-            logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, optimizer.param_groups[0]['lr'], seconds)
+            logs.epoch(stage, epoch, progress.loss_sum / steps, metrics, learning_rates(optimizer), seconds)
             accelerator.log({f'val/{key}': value for key, value in metrics.items()}, step=offset + (epoch + 1) * steps)
         run.console.print(
             f'stage {stage}  epoch {epoch + 1:3d}/{settings.epochs}  loss {progress.loss_sum / steps:.4f}  '
@@ -374,7 +404,66 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if ema is not None:
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
+    if stage == 2 and config.stage2.train != 'pool':
+        # What else was trained would serve average pooling as well.
+        gain = average_gain(run, model, maps)
+        if gain is not None:
+            with simpler_pooling(model, 1.0, gain):
+                progress.summary['average + gain, rest as trained'] = validate(run, model, maps)
     return model
+
+
+def validate(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, float]:
+    """Loss and accuracy on the validation images, from their maps where these are stored."""
+    if maps is None:
+        return run.evaluate(model, run.val_images(), len(run.val))
+    return run.evaluate(PoolAndClassifier(model), maps.val_batches(run.local_batch, run.shard), maps.val.readable)
+
+
+def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> None:
+    """Rows of the table at the end: the pooling before it trains, and simpler ones in its place."""
+    if not run.trained:
+        return
+    for title, (power, gain) in run.progress.simpler.items():
+        with simpler_pooling(model, power, gain):
+            run.progress.summary[title] = validate(run, model, maps)
+    start = 'calibrated' if run.config.stage2.calibrate and run.progress.simpler else 'before training'
+    run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
+
+
+def tell_places(run: Run, places: Places) -> str | None:
+    """How far the plan is from uniform, by the images of all processes."""
+    used, count = run.host.sum(sum(float(some.sum()) for some in places.used), sum(map(len, places.used)))
+    total = max(run.host.gather(places.total))
+    return places_sentence(used / count, total) if count else None
+
+
+def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
+    """timm's optimizer. In stage 2 the parameters of ROT pools are groups of their own, marked `pooling`."""
+    pools = rotp_vision.rot_pools(model)
+    fixed = {f'{path}.{name}' for path, pool in pools.items() for name in pool.no_weight_decay()}
+    fixed |= getattr(model, 'no_weight_decay', set)()
+    groups: list[dict[str, Any]] = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=fixed)
+    lr = settings.lr
+    if isinstance(settings, PoolStageConfig):
+        ours = {id(parameter) for pool in pools.values() for parameter in pool.parameters()}
+        alone = settings.train == 'pool'
+        lr = settings.pool_lr if alone else settings.lr
+        # timm's schedules multiply by lr_scale, so that both rates follow the same curve.
+        scale = {} if alone else {'lr_scale': settings.pool_lr / settings.lr}
+        parts = []
+        for pooling, others in ((False, {}), (True, scale)):
+            for group in groups:
+                chosen = [parameter for parameter in group['params'] if (id(parameter) in ours) == pooling]
+                parts.append(group | {'params': chosen, 'pooling': pooling} | others)
+        groups = [group for group in parts if group['params']]
+    return create_optimizer_v2(groups, settings.optimizer, lr, momentum=settings.momentum)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> Rates:
+    """As they are now, of the pooling and of all else; None for what is not trained."""
+    rates = {group.get('pooling', False): group['lr'] for group in optimizer.param_groups}
+    return {'lr': rates.get(False), 'pool_lr': rates.get(True)}
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: StageConfig, steps: int) -> Any:
@@ -439,8 +528,8 @@ def unwrapped(run: Run, wrapped: nn.Module, model: nn.Module) -> nn.Module:
     return model
 
 
-def check_classes(config: RunConfig, num_classes: int) -> None:
-    """A part that stays frozen in a stage 2 by itself must be trained already, and for the data's classes."""
+def check_beginning(config: RunConfig) -> None:
+    """A part that stays frozen in a stage 2 by itself must be trained already."""
     if config.stage1.epochs or config.stage2.train == 'all' or config.evaluate is not None:
         return
     if not (config.model.pretrained or config.model.checkpoint):
@@ -448,9 +537,6 @@ def check_classes(config: RunConfig, num_classes: int) -> None:
             f'stage 2 by itself with stage2.train {config.stage2.train} needs a trained network: give model.pretrained '
             'or model.checkpoint, or train from scratch with stage2.train all'
         )
-    known = published_classes(config.model) if config.model.pretrained else None
-    if config.stage2.train == 'pool' and known not in (None, num_classes):
-        raise ValueError(f'{config.model.name} is pretrained for {known} classes but the data has {num_classes}')
 
 
 def check_stages(config: RunConfig, model: nn.Module) -> None:
@@ -468,7 +554,7 @@ def check_stages(config: RunConfig, model: nn.Module) -> None:
                         'false'
                     )
             try:
-                create_optimizer_v2(copied, settings.optimizer, settings.lr, settings.weight_decay, settings.momentum)
+                make_optimizer(copied, settings)
             except (ValueError, TypeError, AssertionError) as error:
                 raise ValueError(f'stage{stage}.optimizer {settings.optimizer!r} cannot be made: {error}') from error
 
@@ -487,14 +573,16 @@ class Logs:
         self.epochs = report.CsvLog(run.output / 'metrics.csv', run.progress.epochs)
         self.learned = report.CsvLog(run.output / 'weights.csv', run.progress.weights)
 
-    def step(self, stage: int, epoch: int, loss: float, lr: float, speed: float, data_time_share: float) -> None:
+    def step(self, stage: int, epoch: int, loss: float, rates: Rates, speed: float, data_time_share: float) -> None:
         place = {'stage': stage, 'epoch': epoch, 'step': self.progress.step}
         timing = {'images_per_second': round(speed, 1), 'data_time_share': round(data_time_share, 3)}
-        self.steps.append({**place, 'loss': loss, 'lr': lr, **timing})
+        self.steps.append({**place, 'loss': loss, **rates, **timing})
 
-    def epoch(self, stage: int, epoch: int, loss: float, metrics: dict[str, float], lr: float, seconds: float) -> None:
+    def epoch(
+        self, stage: int, epoch: int, loss: float, metrics: dict[str, float], rates: Rates, seconds: float
+    ) -> None:
         place = {'stage': stage, 'epoch': epoch}
-        self.epochs.append({**place, 'train_loss': loss, **metrics, 'lr': lr, 'seconds': round(seconds, 2)})
+        self.epochs.append({**place, 'train_loss': loss, **metrics, **rates, 'seconds': round(seconds, 2)})
 
     def weights(self, model: nn.Module, epoch: int) -> None:
         for name, values in report.learned_weights(rotp_vision.rot_pools(model)).items():

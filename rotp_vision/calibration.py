@@ -1,84 +1,149 @@
-"""Choosing a pooling's starting temperature and view from data, before any training."""
+"""Choosing a pooling from a few hundred labelled images, and saying whether it pays.
+
+Poolings are fitted on one half of the images and judged on the other, then the other way round, so that each image is
+judged by a fit that has not seen it. Average pooling with a gain and GeM with a gain are fitted and judged alike.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from rotp_vision.core import view_of
-from rotp_vision.layers import GlobalROTPool2d, PoolOptions
-from rotp_vision.layers.options import View
-from rotp_vision.surgery import rot_pools
+from rotp_vision.core import rot_pool, rot_problem, view_of
+from rotp_vision.heads import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
+from rotp_vision.layers import PoolOptions
+from rotp_vision.layers.options import MEAN_START, View
+from rotp_vision.layers.weights import ModuleWeights, log_norm
 
-# From near-mean to near-max, as multiples of the spread of what the plan sees.
-TEMPERATURES = tuple(10 ** (2.5 - 0.25 * i) for i in range(15))
-_CHUNK = 64
+Metric = Literal['loss', 'top1']
+TriedPrior = Literal['uniform', 'norm']
+
+# The coarse grid: temperatures in multiples of the spread of what the plan sees, and powers of the norm prior.
+_TEMPERATURES = (16.0, 5.0, 1.6, 0.5)
+_POWERS = (0.0, 2.0, 6.0)
+_PENALTY = 3.0  # α3 over the temperature
+_GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
+# Steps of the local search, then half as large: of the logarithms of temperature and penalty, and of the power.
+_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2}
+_MOST_STEPS = 6  # along one axis
 
 
-class Trial(NamedTuple):
-    """One way of pooling, scored on the calibration images with its gain fitted on them."""
+NOTHING_FOUND = 'no pooling beats average pooling with a gain on these images; the pooling was left next to the mean'
 
-    view: View | None  # None for average pooling
+
+class Setting(NamedTuple):
+    """What is searched."""
+
+    view: View
     temperature: float
+    power: float = 0.0  # β of the norm prior
+    penalty: float = _PENALTY  # α3 over the temperature, where the solver reads it
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pooling as judged: each image by a fit on images of the other half.
+
+    Attributes:
+        name: 'average', 'average + gain', 'GeM + gain' or 'ROTP …'.
+        gain: fitted on all images, as are the other settings.
+        loss: cross-entropy.
+        top1: share of right predictions.
+        loss_difference: mean of the paired difference of the loss to average + gain, and its standard error.
+        top1_difference: the same of the share of right predictions, to average pooling.
+        power: of GeM.
+        setting: of ROTP.
+    """
+
+    name: str
     gain: float
-    loss: float  # cross-entropy with the gain
-    raw_loss: float  # cross-entropy with gain one
-    accuracy: float
+    loss: float
+    top1: float
+    loss_difference: tuple[float, float]
+    top1_difference: tuple[float, float]
+    power: float | None = None
+    setting: Setting | None = None
+
+    def settings(self) -> str:
+        """The fitted settings in words."""
+        if self.power is not None:
+            return f'p = {self.power:.3g}'
+        if self.setting is None:
+            return ''
+        norm = f', norm power {self.setting.power:.2g}' if self.setting.power else ''
+        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}'
 
 
-class Calibration(NamedTuple):
-    """What `calibrate` tried and what it chose.
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found: `print` it, or see its rows.
 
-    Example:
-        >>> import timm, torch, rotp_vision
-        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> batch = torch.rand(4, 3, 64, 64), torch.randint(3, (4,))
-        >>> report = rotp_vision.calibrate(model, [batch], temperatures=[1.0])
-        >>> 'average' in report.table()
-        True
+    Attributes:
+        path: of the pool in the model.
+        num_images: how many images were used.
+        average: average pooling as the network came.
+        average_gain: average pooling with a fitted gain.
+        gem: GeM pooling with fitted power and gain.
+        tried: ROTP with each prior that was tried.
+        chosen: the row of `tried` that the pool was left at; None if it was left next to the mean.
+        sentence: what was gained, in words.
+        trials: every setting that was tried, with the loss of the best gain on all images.
     """
 
     path: str
     num_images: int
-    average: Trial
-    trials: list[Trial]
-    best: Trial
+    average: Row
+    average_gain: Row
+    gem: Row
+    tried: tuple[Row, ...]
+    chosen: Row | None
+    sentence: str
+    trials: tuple[tuple[Setting, float], ...]
 
-    def table(self, limit: int | None = None) -> str:
-        """Average pooling and the trials (the best `limit` of them), best first, as a Markdown table."""
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        return (self.average, self.average_gain, self.gem, *self.tried)
+
+    def table(self) -> str:
+        """The rows as a Markdown table: scores on images that were not fitted, differences ± standard errors."""
         lines = [
-            '| pooling | temperature | gain | cross-entropy | without gain | top-1 % |',
-            '| --- | --- | --- | --- | --- | --- |',
+            '| pooling | settings | gain | cross-entropy | − average + gain | top-1 % | − average |',
+            '| --- | --- | --- | --- | --- | --- | --- |',
         ]
-        for trial in [self.average, *sorted(self.trials, key=lambda t: t.loss)[:limit]]:
-            temperature = '' if trial.view is None else f'{trial.temperature:.4g}'
-            name = (trial.view or 'average') + (' (chosen)' if trial == self.best else '')
-            scores = f'{trial.gain:.3f} | {trial.loss:.4f} | {trial.raw_loss:.4f} | {100 * trial.accuracy:.1f}'
-            lines.append(f'| {name} | {temperature} | {scores} |')
+        for row in self.rows:
+            name = row.name + (' (chosen)' if row is self.chosen else '')
+            loss = '' if row is self.average_gain else '{:+.4f} ± {:.4f}'.format(*row.loss_difference)
+            top1 = '' if row is self.average else '{:+.1f} ± {:.1f}'.format(*(100 * v for v in row.top1_difference))
+            scores = f'{row.gain:.3f} | {row.loss:.4f} | {loss} | {100 * row.top1:.1f} | {top1}'
+            lines.append(f'| {name} | {row.settings()} | {scores} |')
         return '\n'.join(lines)
 
-    def plot(self, path: str | Path):
-        """Draw cross-entropy against temperature for every view, to an image file."""
+    def __str__(self) -> str:
+        head = f'{self.path}: {self.num_images} images, each judged by a fit on the other half of them'
+        return f'{head}\n\n{self.table()}\n\n{self.sentence}'
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the loss on all images against the temperature, for every view and power tried, to an image file."""
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(6, 4), layout='constrained')
+        figure = Figure(figsize=(7, 4), layout='constrained')
         axes = figure.subplots()
-        for view in dict.fromkeys(trial.view for trial in self.trials):
-            points = sorted((t.temperature, t.loss) for t in self.trials if t.view == view)
-            axes.plot(*zip(*points, strict=True), marker='.', label=f'view {view}')
-        axes.axhline(self.average.loss, color='grey', linestyle='--', label='average pooling')
-        axes.plot(self.best.temperature, self.best.loss, 'k*', markersize=12, label='chosen')
-        axes.set(xscale='log', xlabel='temperature', ylabel='cross-entropy, gain fitted')
-        top = self.average.loss + 3 * max(self.average.loss - self.best.loss, 0.01)
-        axes.set_ylim(top=min(top, max(t.loss for t in self.trials) * 1.02))
-        axes.legend()
-        axes.set_title(f'{self.num_images} images')
+        groups = dict.fromkeys((setting.view, setting.power) for setting, _ in self.trials)
+        for view, power in sorted(groups):
+            points = sorted((s.temperature, loss) for s, loss in self.trials if (s.view, s.power) == (view, power))
+            if len(points) > 2:
+                axes.plot(*zip(*points, strict=True), marker='.', label=f'{view}, norm power {power:g}')
+        axes.axhline(self.average_gain.loss, color='grey', linestyle='--', label='average + gain')
+        axes.set(xscale='log', xlabel='temperature', ylabel='cross-entropy, gain fitted', title=self.sentence)
+        axes.title.set(fontsize=8, wrap=True)
+        losses = sorted(loss for _, loss in self.trials)
+        axes.set_ylim(top=max(self.average_gain.loss * 1.02, losses[len(losses) // 2]))
+        axes.legend(fontsize=7)
         figure.savefig(path, dpi=150)
 
 
@@ -87,240 +152,336 @@ def calibrate(
     loader: Iterable[tuple[Tensor, Tensor]],
     *,
     views: Sequence[View] = ('identity', 'rms', 'log'),
-    temperatures: Sequence[float] = TEMPERATURES,
+    priors: Sequence[TriedPrior] = ('uniform', 'norm'),
+    metric: Metric = 'loss',
     max_images: int = 512,
 ) -> Calibration:
-    """Choose the view and starting temperature of a converted model's global pooling from labelled images.
+    """Fit a converted model's global pooling to labelled images, if any setting of it beats average pooling on them.
 
-    The backbone sees each image once; its maps are kept (in float16 if large), pooled at every view and temperature,
-    and scored by cross-entropy with the output gain fitted to each. The pooling is left at the best trial.
-    Its options must have a gain for that to take effect; without one, trials are scored without.
+    The backbone sees each image once. View, temperature, α3 (where the solver reads it), the power of the norm prior
+    and the gain are fitted on halves of the images, by a coarse grid and a local search, and judged on the other
+    halves. The pooling is left at what was best, fitted on all images, provided that it beats average pooling with a
+    gain by a standard error and that its top-1 is not a standard error below average pooling's; otherwise next to the
+    mean, with the gain alone. Nothing but the pooling changes.
 
     Args:
-        model: a model whose global pooling is a `GlobalROTPool2d` (see `convert`); its other parts are not changed.
-        loader: batches of (images, class indices), on any device; a few hundred images are enough.
+        model: a model with one global ROT pooling, of maps or tokens (see `convert`).
+        loader: batches of (images, class indices), on any device; a few hundred images, in an order without meaning.
+            Use the image size at which the model will be used.
         views: what the plan may see.
-        temperatures: multiples of the spread of the view over the images, tried as smoothness (and, for Bregman ADMM,
-            as step times the number of modules).
+        priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
+        metric: what decides, 'loss' or 'top1'. A pooling that is sharp enough to lower the loss most may cost a little
+            accuracy.
         max_images: how many images to read.
 
     Returns:
-        A `Calibration`: `.table()` and `.plot(path)` show it.
+        A `Calibration`; `print` shows it.
 
     Example:
         >>> import timm, torch, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
         >>> batch = torch.rand(8, 3, 64, 64), torch.randint(3, (8,))
-        >>> rotp_vision.calibrate(model, [batch], temperatures=[10.0, 1.0]).num_images
-        8
+        >>> report = rotp_vision.calibrate(model, [batch])
+        >>> report.num_images, report.average_gain.name
+        (8, 'average + gain')
     """
-    path, pool = _global_pool(model)
-    if not views or min(temperatures, default=0.0) <= 0:
-        raise ValueError(
-            f'views and temperatures must hold something to try, temperatures above zero, got {list(views)} and '
-            f'{list(temperatures)}'
-        )
-    if max_images < 1:
-        raise ValueError(f'max_images must be at least 1, got {max_images}')
-    with _evaluation(model):
-        maps, targets, logits, image_shape = _collect(model, pool, loader, max_images)
-        spreads: dict[View, float] = {view: _spread(maps, view) for view in views}
-        head = _Head(model, pool, maps, logits, image_shape)
-        fit_gain = pool.gain is not None
-        mean = torch.cat([m.float().mean((2, 3)) for m in maps])
-        average = _score(None, math.inf, mean, head, targets, fit_gain)
-        trials = []
-        for view, spread in spreads.items():
-            for multiple in temperatures:
-                options = _at_temperature(pool.options, view, multiple * spread)
-                layer = GlobalROTPool2d(options, maps[0].shape[1], flatten=True).to(maps[0].device)
-                pooled = torch.cat([layer(m.float()) for m in maps])
-                trials.append(_score(view, multiple * spread, pooled, head, targets, fit_gain))
-    best = min(trials, key=lambda trial: trial.loss)
-    view = best.view
-    assert view is not None
-    pool.set_view(view)
-    pool.set_weights(**_at_temperature(pool.options, view, best.temperature).starting_weights())
+    path, pool = find_global_pool(model)
+    for name, given, allowed in (
+        ('views', views, get_args(View)),
+        ('priors', priors, get_args(TriedPrior)),
+        ('metric', [metric], get_args(Metric)),
+    ):
+        if isinstance(given, str) or not given or not set(given) <= set(allowed):
+            raise ValueError(f'{name} must be of {", ".join(allowed)}, got {given!r}')
+    if max_images < 4:
+        raise ValueError(f'max_images must be at least 4, got {max_images}')
+    if pool.options.prior == 'attention':
+        priors = ('uniform',)
+    with evaluating(model):
+        collected = collect(model, pool, loader, max_images)
+        if len(collected.targets) < 4:
+            raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
+        search = _Search(collected, Head(model, pool, collected), pool.options, metric)
+        peers = {
+            'average': search.judge_average(with_gain=False),
+            'average + gain': search.judge_average(with_gain=True),
+            'GeM + gain': search.judge_gem(),
+        }
+        tried = {f'ROTP, {prior} prior': search.judge_rotp(views, prior) for prior in priors}
+    average, average_gain, gem = peers.values()
+    rows = {name: _row(name, judged, average, average_gain) for name, judged in (peers | tried).items()}
+    best, chosen = average_gain, None
+    for name, judged in tried.items():
+        if _is_better(judged, best, metric) and not _exceeds(average.right, judged.right):
+            best, chosen = judged, rows[name]
+    helps = average_gain.loss.mean() < average.loss.mean()
+    _install(pool, best.found, best.gain if chosen or helps else 1.0)
+    return Calibration(
+        path,
+        len(collected.targets),
+        *(rows[name] for name in peers),
+        tried=tuple(rows[name] for name in tried),
+        chosen=chosen,
+        sentence=_sentence(best, average_gain, gem) if chosen else NOTHING_FOUND,
+        trials=tuple((setting, float(curve.loss.mean(1).min())) for setting, curve in search.known.items()),
+    )
+
+
+def _row(name: str, judged: '_Judged', average: '_Judged', average_gain: '_Judged') -> Row:
+    return Row(
+        name,
+        judged.gain,
+        float(judged.loss.mean()),
+        float(judged.right.mean()),
+        _difference(judged.loss, average_gain.loss),
+        _difference(judged.right, average.right),
+        power=judged.found if isinstance(judged.found, float) else None,
+        setting=judged.found if isinstance(judged.found, Setting) else None,
+    )
+
+
+def _difference(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
+    """Mean of the paired difference over the images, and its standard error."""
+    difference = (ours - theirs).double()
+    return float(difference.mean()), float(difference.std() / math.sqrt(len(difference)))
+
+
+def _exceeds(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether by more than a standard error."""
+    difference, error = _difference(ours, theirs)
+    return difference > error
+
+
+def _is_better(ours: '_Judged', theirs: '_Judged', metric: Metric) -> bool:
+    return _exceeds(ours.right, theirs.right) if metric == 'top1' else _exceeds(theirs.loss, ours.loss)
+
+
+def _sentence(chosen: '_Judged', average_gain: '_Judged', gem: '_Judged') -> str:
+    def compared(name: str, peer: '_Judged') -> str:
+        loss, top1 = _difference(chosen.loss, peer.loss), _difference(chosen.right, peer.right)
+        points = f'{100 * top1[0]:+.1f} ± {100 * top1[1]:.1f} points'
+        return f'{name} by {loss[0]:+.4f} ± {loss[1]:.4f} of cross-entropy and {points} of top-1'
+
+    return (
+        f'on images that were not fitted it differs from {compared("average + gain", average_gain)}, and from '
+        f'{compared("GeM + gain", gem)}'
+    )
+
+
+def _install(pool: GlobalPool, setting: Setting | None, gain: float) -> None:
+    """Leave the pool at a setting, or next to the mean if there is none, with a gain."""
+    options = pool.options
+    prior = 'attention' if options.prior == 'attention' else 'uniform'
+    if setting is None:
+        setting = Setting(options.view, MEAN_START[options.view])
+    elif setting.power:
+        prior = 'norm'
+    pool.set_options(replace(options, view=setting.view, prior=prior))
+    weights = dict(_options_at(options, setting).starting_weights())
+    if prior == 'norm':
+        weights['norm_power'] = setting.power
     if pool.gain is not None:
-        pool.set_weights(gain=best.gain)
-    return Calibration(path, len(targets), average, trials, best)
+        weights['gain'] = gain
+    pool.set_weights(**weights)
 
 
-def _global_pool(model: nn.Module) -> tuple[str, GlobalROTPool2d]:
-    pools = {path: pool for path, pool in rot_pools(model).items() if isinstance(pool, GlobalROTPool2d)}
-    if len(pools) != 1:
-        raise ValueError(
-            f'calibrate needs a model with one global ROT pooling, got {len(pools)}: convert the model first '
-            "(rotp_vision.convert(model), where='global'); poolings of tokens have nothing to calibrate"
-        )
-    return next(iter(pools.items()))
+def _options_at(options: PoolOptions, setting: Setting) -> PoolOptions:
+    """The options at a setting, other weights as given or next to the mean, without prior and gain."""
+    temperature = setting.temperature
+    searched = {
+        'smoothness': temperature,
+        'step': temperature * options.modules,
+        'proximal': temperature,
+        'sample_penalty': temperature * setting.penalty,
+    }
+    weights = {name: searched[name] for name in options.starting_weights() if name in searched}
+    return replace(options, start='mean', view=setting.view, gain='off', prior='uniform', prior_width=None, **weights)
 
 
-def _at_temperature(options: PoolOptions, view: View, temperature: float) -> PoolOptions:
-    """The options at one temperature, other weights as given or next to the mean, without what training adds."""
-    times = {'smoothness': 1, 'step': options.modules, 'proximal': 1}
-    weights = {name: temperature * times[name] for name in options.starting_weights() if name in times}
-    return replace(options, start='mean', view=view, gain='off', prior='uniform', prior_width=None, **weights)
+class _Curve(NamedTuple):
+    """How a pooling does on each image, at every gain."""
+
+    log_gains: Tensor  # (gains,) in even steps
+    loss: Tensor  # (gains, images)
+    right: Tensor  # (gains, images) 1.0 where the prediction is right
+
+    def of(self, images: Tensor) -> '_Curve':
+        return _Curve(self.log_gains, self.loss[:, images], self.right[:, images])
+
+    def best(self) -> tuple[int, float]:
+        """The gain of the least mean loss: its place, and how far beyond it, in steps, a parabola puts the least."""
+        mean = self.loss.double().mean(1)
+        place = int(mean.argmin())
+        if not 0 < place < len(mean) - 1:
+            return place, 0.0
+        before, here, after = mean[place - 1 : place + 2].tolist()
+        return place, 0.5 * (before - after) / (before - 2 * here + after)
+
+    def at(self, place: int, beyond: float) -> tuple[Tensor, Tensor]:
+        """(images,) loss and right predictions at a gain as `best` gives it."""
+        if beyond == 0.0:
+            return self.loss[place], self.right[place]
+        before, here, after = self.loss[place - 1 : place + 2]
+        slope, bend = (after - before) / 2, before - 2 * here + after
+        return here + beyond * slope + 0.5 * beyond**2 * bend, self.right[place]
+
+    def gain(self, place: int, beyond: float) -> float:
+        step = float(self.log_gains[1] - self.log_gains[0]) if beyond else 0.0
+        return math.exp(float(self.log_gains[place]) + beyond * step)
 
 
-@contextmanager
-def _evaluation(model: nn.Module):
-    """The model in eval mode without gradients, every module's own mode restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
+class _Judged(NamedTuple):
+    """How a pooling does on each image by what was fitted on the other half of the images."""
+
+    loss: Tensor  # (images,)
+    right: Tensor  # (images,)
+    found: Any  # fitted on all images: a `Setting`, or a power of GeM
+    gain: float  # likewise
 
 
-def _collect(model: nn.Module, pool: GlobalROTPool2d, loader: Iterable[tuple[Tensor, Tensor]], max_images: int):
-    """The pool's input maps (NCHW, chunks), the targets, the model's logits with its pooling as it is, and an image's
-    shape."""
-    device = next(model.parameters()).device
-    seen: list[Tensor] = []
-    hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    maps, targets, logits, shape = [], [], [], None
-    count = 0
-    try:
-        for batch in loader:
-            images, labels = _checked(batch)
-            shape = shape or images.shape[1:]
-            if images.shape[1:] != shape:
+class _Search:
+    """Fits poolings on halves of the images and judges them on the other halves."""
+
+    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric):
+        self.sets, self.targets = collected.sets, collected.targets
+        self.head, self.options, self.metric = head, options, metric
+        self.images = torch.arange(len(self.targets), device=self.targets.device)
+        self.known: dict[Setting, _Curve] = {}
+
+    def judge_average(self, with_gain: bool) -> _Judged:
+        curve = self._curve(torch.cat([sets.float().mean(2) for sets in self.sets]), with_gain)
+        return self._judge(lambda images: None, lambda _: curve)
+
+    def judge_gem(self) -> _Judged:
+        def pooled(power: float) -> Tensor:
+            return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
+
+        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
+        return self._judge(lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__)
+
+    def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> _Judged:
+        spreads = self._spreads(views)
+        coarse = [
+            Setting(view, multiple * spreads[view], power)
+            for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
+            if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
+        ]
+        self._try(coarse)
+
+        def fit(images: Tensor) -> Setting:
+            best = min(coarse, key=lambda setting: self._cost(self.known[setting], images))
+            return self._refined(best, images, prior)
+
+        return self._judge(fit, self.known.__getitem__)
+
+    def _judge(self, fit: Callable[[Tensor], Any], curve_of: Callable[[Any], _Curve]) -> _Judged:
+        """What `fit` finds on each half of the images, judged on the other, and what it finds on all."""
+        loss, right = torch.empty(len(self.images)), torch.empty(len(self.images))
+        even, odd = self.images[::2], self.images[1::2]
+        for images, others in ((even, odd), (odd, even)):
+            curve = curve_of(fit(images))
+            judged = curve.of(others).at(*curve.of(images).best())
+            loss[others.cpu()], right[others.cpu()] = judged[0].cpu(), judged[1].cpu()
+        found = fit(self.images)
+        curve = curve_of(found)
+        return _Judged(loss, right, found, curve.gain(*curve.best()))
+
+    def _refined(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
+        """What a local search from `best` finds: along each axis as far as it helps, then once more by half steps."""
+        axes = ['temperature']
+        axes += ['power'] if prior == 'norm' else []
+        axes += ['penalty'] if 'sample_penalty' in self.options.starting_weights() else []
+        least = self._cost(self.known[best], images)
+        for size, axis in product((1.0, 0.5), axes):
+            for way in (size, -size):
+                start = best
+                for _ in range(_MOST_STEPS):
+                    setting = _moved(best, axis, way * _STEPS[axis])
+                    self._try([setting])
+                    cost = self._cost(self.known[setting], images)
+                    if cost >= least:
+                        break
+                    best, least = setting, cost
+                if best != start:
+                    break
+        return self._mildest(best, images, prior)
+
+    def _mildest(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
+        """Of the settings that are not worse than the best by a standard error, the one that changes features least.
+
+        The loss is flat around its minimum, and a sharper pooling, which a smaller gain shows, tends to cost accuracy.
+        """
+        if self.metric == 'top1':
+            return best
+
+        def loss(setting: Setting) -> Tensor:
+            curve = self.known[setting].of(images)
+            return curve.at(*curve.best())[0]
+
+        def change(setting: Setting) -> float:
+            curve = self.known[setting].of(images)
+            return abs(math.log(curve.gain(*curve.best())))
+
+        least = loss(best)
+        mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
+        mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
+        return min([best, *mild], key=change)
+
+    def _cost(self, curve: _Curve, images: Tensor) -> float:
+        loss, right = (values.mean() for values in curve.of(images).at(*curve.of(images).best()))
+        # Many settings have the same top-1: among those the loss decides.
+        return float(loss) if self.metric == 'loss' else float(1e-4 * loss - right)
+
+    def _try(self, settings: Sequence[Setting]) -> None:
+        """Let the curves of the settings be known."""
+        new = [setting for setting in settings if setting not in self.known]
+        pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
+        for sets in self.sets if new else ():
+            x = sets.float()
+            log_norms = log_norm(x)
+            for setting in new:
+                options = _options_at(self.options, setting)
+                problem = rot_problem(x, log_sample_prior=setting.power * log_norms, view=setting.view)
+                weights = ModuleWeights(options).to(x.device)()
+                pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
+        for setting, chunks in pooled.items():
+            self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
+
+    def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
+        logits = self.head(pooled)
+
+        def at(log_gains: Tensor) -> _Curve:
+            losses, rights = [], []
+            for gain in log_gains.exp().tolist():
+                if self.head.affine:
+                    scaled = torch.lerp(self.head.zero, logits, gain)
+                else:
+                    scaled = logits if gain == 1.0 else self.head(gain * pooled)
+                target = scaled.gather(1, self.targets[:, None]).squeeze(1)
+                losses.append(scaled.logsumexp(1) - target)
+                rights.append((target >= scaled.amax(1)).float())  # argmax takes ten times as long
+            return _Curve(log_gains, torch.stack(losses), torch.stack(rights))
+
+        if not with_gain or self.head.scale_free:
+            return at(torch.zeros(1))
+        coarse = at(0.4 * torch.arange(-8, 8))
+        return at(coarse.log_gains[coarse.best()[0]] + 0.1 * torch.arange(-4, 5)) if self.head.affine else coarse
+
+    def _spreads(self, views: Sequence[View]) -> dict[View, float]:
+        """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""
+        spreads: dict[View, float] = {}
+        for view in views:
+            variances = [view_of(sets.float(), view).var(2, correction=0).mean(1) for sets in self.sets]
+            spreads[view] = float(torch.cat(variances).mean().sqrt())
+            if not 0 < spreads[view] < math.inf:
                 raise ValueError(
-                    f'loader must give images of one size, got {tuple(shape)} and {tuple(images.shape[1:])}'
+                    f'maps of {self.sets[0].shape[2]} positions with a spread of {spreads[view]:g} over them leave '
+                    'nothing to calibrate; let the loader give larger images, with finite values'
                 )
-            keep = min(len(images), max_images - count)
-            logits.append(model(images[:keep].to(device)))
-            features = seen.pop()
-            if pool.input_fmt == 'NHWC':
-                features = features.permute(0, 3, 1, 2)
-            large = features[0].numel() * max_images > 2**27 and features.abs().max() < 6e4
-            maps.extend((features.half() if large else features).split(_CHUNK))
-            targets.append(labels[:keep].to(device))
-            num_classes = logits[-1].shape[1]
-            if not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
-                raise ValueError(
-                    f'labels of the loader must be class indices from 0 to {num_classes - 1}, as the model has '
-                    f'{num_classes} classes, got {int(labels.min())} to {int(labels.max())}'
-                )
-            count += keep
-            if count >= max_images:
-                break
-    finally:
-        hook.remove()
-    if shape is None:
-        raise ValueError('loader must give at least one batch of (images, class indices), got none')
-    return maps, torch.cat(targets), torch.cat(logits), shape
+        return spreads
 
 
-def _checked(batch: Any) -> tuple[Tensor, Tensor]:
-    """Images and class indices of a batch of the loader, if that is what it holds."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
-    images, labels = batch
-    if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
-        got = f'{images.dtype} {tuple(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(
-            f"images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got {got}"
-        )
-    labels = torch.as_tensor(labels)
-    if labels.shape != images.shape[:1] or labels.is_floating_point():
-        raise ValueError(
-            f'labels of the loader must be class indices ({len(images)},), got {labels.dtype} {tuple(labels.shape)}'
-        )
-    return images, labels.long()
-
-
-class _Head:
-    """What follows the pooling, as a function of the pooled features alone."""
-
-    def __init__(self, model: Any, pool: GlobalROTPool2d, maps: list[Tensor], logits: Tensor, image_shape: torch.Size):
-        self.model, self.pool, self.image_shape = model, pool, image_shape
-        pooled = torch.cat([pool.pool_sets(m.float().flatten(2)) for m in maps])
-        tolerance = 1e-2 * float(logits.float().std())
-
-        def fits() -> bool:
-            return torch.allclose(self(pooled), logits.float(), rtol=0, atol=tolerance)
-
-        self.whole = not hasattr(model, 'forward_head')
-        try:
-            fitting = fits()
-        except RuntimeError:
-            # Then its head does more before it pools: only the whole model leads to the pool.
-            self.whole = True
-            fitting = fits()
-        if not fitting:
-            raise ValueError(
-                'calibrate needs a network whose outputs depend on its last map through the global pooling alone; '
-                'those of this one do not'
-            )
-        # After most poolings comes a linear layer: then one pass gives the logits at every gain.
-        self.zero = self(torch.zeros_like(pooled[:1]))
-        self.affine = torch.allclose(
-            self(2 * pooled[:8]) - self(pooled[:8]), self(pooled[:8]) - self.zero, atol=tolerance
-        )
-
-    def __call__(self, pooled: Tensor) -> Tensor:
-        return torch.cat([self._run(chunk) for chunk in pooled.split(_CHUNK)])
-
-    def at_gain(self, pooled: Tensor, logits: Tensor, gain: float) -> Tensor:
-        """Logits of `gain` times `pooled`, whose own logits are known."""
-        return self.zero + gain * (logits - self.zero) if self.affine else self(gain * pooled)
-
-    def _run(self, pooled: Tensor) -> Tensor:
-        # The network runs on a stand-in; a hook puts the pooled features in the place of the pool's output.
-        pooled = pooled.to(next(self.model.parameters()).dtype)
-        hook = self.pool.register_forward_hook(lambda *_: self.pool.shaped(pooled))
-        try:
-            if self.whole:
-                return self.model(pooled.new_zeros(len(pooled), *self.image_shape)).float()
-            pixel = pooled[:, None, None, :] if self.pool.input_fmt == 'NHWC' else pooled[:, :, None, None]
-            return self.model.forward_head(pixel).float()
-        finally:
-            hook.remove()
-
-
-def _spread(maps: list[Tensor], view: View) -> float:
-    """Root mean square deviation of what the plan sees from its mean over an image's samples."""
-    seen = torch.cat([view_of(m.float().flatten(2), view) for m in maps])
-    spread = float(seen.var(2, correction=0).mean().sqrt())
-    if not 0 < spread < math.inf:
-        raise ValueError(
-            f'a map of {" × ".join(map(str, maps[0].shape[2:]))} with a spread of {spread:g} over its positions leaves '
-            'nothing to calibrate; let the loader give larger images, with finite values'
-        )
-    return spread
-
-
-def _score(
-    view: View | None, temperature: float, pooled: Tensor, head: _Head, targets: Tensor, fit_gain: bool
-) -> Trial:
-    raw = head(pooled)
-
-    def loss_at(log_gain: float) -> float:
-        return float(F.cross_entropy(head.at_gain(pooled, raw, math.exp(log_gain)), targets))
-
-    log_gain = _minimize(loss_at, math.log(0.1), math.log(4.0)) if fit_gain else 0.0
-    correct = head.at_gain(pooled, raw, math.exp(log_gain)).argmax(1) == targets
-    accuracy = float(correct.float().mean())
-    return Trial(view, temperature, math.exp(log_gain), loss_at(log_gain), loss_at(0.0), accuracy)
-
-
-def _minimize(function: Callable[[float], float], low: float, high: float, steps: int = 16) -> float:
-    """Where a function with one minimum has it, by golden section."""
-    ratio = (math.sqrt(5) - 1) / 2
-    left, right = high - ratio * (high - low), low + ratio * (high - low)
-    at_left, at_right = function(left), function(right)
-    for _ in range(steps):
-        if at_left < at_right:
-            high, right, at_right = right, left, at_left
-            left = high - ratio * (high - low)
-            at_left = function(left)
-        else:
-            low, left, at_left = left, right, at_right
-            right = low + ratio * (high - low)
-            at_right = function(right)
-    return (low + high) / 2
+def _moved(setting: Setting, axis: str, amount: float) -> Setting:
+    value = getattr(setting, axis)
+    value = value + amount if axis == 'power' else value * math.exp(amount)
+    return setting._replace(**{axis: float(f'{value:.6g}')})  # so that a step and a step back lead to where one was

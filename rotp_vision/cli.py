@@ -5,10 +5,9 @@ import ast
 import copy
 import logging
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.console import Console
@@ -19,10 +18,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rotp_vision import bench
-from rotp_vision.calibration import calibrate
+from rotp_vision.calibration import Metric, calibrate
 from rotp_vision.evaluation import ImageFiles, compare
 from rotp_vision.hub import (
     build,
+    fit_weights,
     load_pretrained,
     native_of,
     num_classes_of,
@@ -30,9 +30,8 @@ from rotp_vision.hub import (
     save_pretrained,
     write_state_dict,
 )
-from rotp_vision.layers import PoolOptions, pool_options
+from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
-from rotp_vision.surgery.convert import DEFAULT
 from rotp_vision.visualize import visualize
 
 
@@ -54,17 +53,15 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
     _add_source(command)
     command.add_argument(
-        '--pool',
-        default=DEFAULT.solver,
-        help=f'{DEFAULT.solver} (default), which comes with view={DEFAULT.view} and gain={DEFAULT.gain}, or badmm-e or '
-        f'badmm-q, which come with view={PoolOptions.view} and gain={PoolOptions.gain}; --set changes these',
+        '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
     command.add_argument(
-        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=rms --set step=5'
+        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=log --set step=5'
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
-    command.add_argument('--start', choices=['mean', 'paper'], default='mean', help='where the weights start')
-    command.add_argument('--calibrate', metavar='FOLDER', help='choose the start from images in class folders')
+    command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
+    command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what decides when calibrating')
+    command.add_argument('--image-size', type=int, help='side of the images to calibrate at, where not the default')
     command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
     command.set_defaults(run=_convert)
@@ -138,20 +135,13 @@ def _load(args: argparse.Namespace) -> nn.Module:
         kwargs['pretrained'] = True
     model = build(args.model, **kwargs)
     if args.checkpoint:
-        _load_weights(model, args)
+        fit_weights(
+            model,
+            read_state_dict(args.checkpoint),
+            f'{args.checkpoint} does not fit {args.model}',
+            'choose the network that it was trained with, and its --num-classes',
+        )
     return model.eval()
-
-
-def _load_weights(model: nn.Module, args: argparse.Namespace):
-    state = read_state_dict(args.checkpoint)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        reason = '\n  '.join(textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5])
-        raise ValueError(
-            f'{args.checkpoint} does not fit {args.model}:\n  {reason}\n'
-            'choose the network that it was trained with, and its --num-classes'
-        ) from error
 
 
 def _refuse_existing(args: argparse.Namespace):
@@ -162,18 +152,20 @@ def _refuse_existing(args: argparse.Namespace):
 def _convert(args: argparse.Namespace):
     _refuse_existing(args)
     given = dict(_assignment(text) for text in args.set)
-    options = pool_options((DEFAULT.to_dict() if args.pool == DEFAULT.solver else {'solver': args.pool}) | given)
+    options = pool_options(args.pool, **given)
+    if args.image_size is not None and not args.calibrate:
+        raise ValueError('--image-size goes with --calibrate')
     model = _load(args)
     where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
-    convert(model, options, where=where, start=None if 'start' in given else args.start)
+    convert(model, options, where=where)
     print(describe(model))
     if args.calibrate:
-        images = ImageFiles(args.calibrate, _transform(model))
+        images = ImageFiles(args.calibrate, _transform(model, args.image_size))
         unlabelled = images.why_no_labels(num_classes_of(model))
         if unlabelled:
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
-        report = calibrate(model, DataLoader(images, batch_size=32, shuffle=True))
-        print(f'\ncalibrated on {report.num_images} images\n{report.table(limit=10)}')
+        shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
+        print(f'\n{calibrate(model, shuffled, metric=args.metric)}')
     if Path(args.model).is_dir():
         base, arguments = native_of(args.model)
     else:
@@ -227,8 +219,9 @@ def _revert(args: argparse.Namespace):
     print(f'wrote {write_state_dict(model, args.output, force=args.force)}')
 
 
-def _transform(model: nn.Module) -> Any:
-    return create_transform(**resolve_data_config({}, model=model))
+def _transform(model: nn.Module, image_size: int | None = None) -> Any:
+    """How the model wants to see images, at another size if there is one."""
+    return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
 
 
 def _verify(args: argparse.Namespace):
@@ -262,14 +255,18 @@ def _verify(args: argparse.Namespace):
 def _visualize(args: argparse.Namespace):
     files: list[Path] = []
     titles: list[str] = []
+    total = 0
     for name in map(Path, args.images):
         found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
+        total += len(ImageFiles(name, None)) if name.is_dir() else 1
         files += found
         # Files of class folders often have the same names: their folders tell them apart.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
     model = load_pretrained(args.model)
-    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index):
+    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):
         print(f'wrote {path}')
+    if len(files) < total:
+        print(f'{len(files)} of {total} images drawn; --limit draws more of each folder')
 
 
 if __name__ == '__main__':

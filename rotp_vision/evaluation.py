@@ -1,6 +1,7 @@
-"""Comparing two networks on a folder of images."""
+"""Comparing two networks on a folder of images, and a pooling with average pooling."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,10 @@ from torch.utils.data import Dataset
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
+
+from rotp_vision.layers import ROTSetPool
+from rotp_vision.layers.global_pool import MapPool
+from rotp_vision.surgery import rot_pools
 
 
 class ImageFiles(Dataset):
@@ -97,3 +102,66 @@ def compare(
         return Comparison(count, None, None, agreed / count, largest)
     (top1, top5), (new_top1, new_top5) = (hits / count).tolist()
     return Comparison(count, (top1, new_top1), (top5, new_top5), agreed / count, largest)
+
+
+@torch.no_grad()
+def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
+    """(B,) places that the plan uses of each image's N: N for average pooling, 1 where one place has all weight.
+
+        Σ_d c_d exp(H(w_d)),   w_d = softmax_n(log P_dn),   c_d = |f_d| / Σ_d |f_d|
+
+    The exponential of the entropy of the weights that a feature is averaged with, over the features by what they
+    contribute.
+
+    Args:
+        pool: of maps or of tokens.
+        maps: what goes into it.
+    """
+    if isinstance(pool, MapPool):
+        sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
+    else:
+        sets = maps.transpose(1, 2)
+        log_plan = pool.log_plan(sets)
+    weights = log_plan.softmax(2)
+    pooled = (sets.to(weights.dtype) * weights).sum(2).abs() + torch.finfo(weights.dtype).tiny
+    share = pooled / pooled.sum(1, keepdim=True)
+    return (share * torch.special.entr(weights).sum(2).exp()).sum(1)
+
+
+class Places:
+    """What was counted inside `counted_places`."""
+
+    def __init__(self) -> None:
+        self.used: list[Tensor] = []  # (B,) of each forward pass
+        self.total = 0  # N
+
+
+@contextmanager
+def counted_places(model: nn.Module) -> Iterator[Places]:
+    """Counts the places that the global ROT pool uses in the forward passes inside; nothing without such a pool."""
+    places = Places()
+
+    def count(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(pool, (MapPool, ROTSetPool))
+        places.used.append(places_used(pool, inputs[0]))
+        places.total = inputs[0][0].numel() // inputs[0].shape[_feature_axis(pool)]
+
+    pools = [pool for pool in rot_pools(model).values() if isinstance(pool, (MapPool, ROTSetPool))]
+    hooks = [pool.register_forward_pre_hook(count) for pool in pools if len(pools) == 1]
+    try:
+        yield places
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _feature_axis(pool: MapPool | ROTSetPool) -> int:
+    return 1 if isinstance(pool, MapPool) and pool.input_fmt == 'NCHW' else -1
+
+
+def places_sentence(used: float, total: int) -> str:
+    """How far a plan is from uniform, in words."""
+    told = f'The plan uses {used:.3g} of {total} places'
+    if used > 0.99 * total:
+        return f'{told}: the pooling is still average pooling.'
+    return f'{told}; average pooling uses all of them, max pooling one.'

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+import textwrap
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
 from rotp_vision.surgery.find import image_channels
+from rotp_vision.surgery.freeze import classifiers
 
 __all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
 
@@ -79,6 +81,47 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f'{path} holds no state dict: expected tensors by name, or them under state_dict, model or state_dict_ema'
         )
     return state
+
+
+def fit_weights(model: nn.Module, state: Mapping[str, torch.Tensor], what: str, cure: str):
+    """Load weights into a network; what does not fit is said in a few lines.
+
+    Args:
+        model: the network.
+        state: its weights by name.
+        what: the beginning of the message: '… does not fit …'.
+        cure: the end of the message.
+    """
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = [textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5]]
+        raise ValueError('\n  '.join([f'{what}:', *lines]) + f'\n{cure}') from error
+
+
+def with_new_classifier(
+    model: nn.Module, state: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], int | None]:
+    """The weights with the network's own classifier where theirs is of another number of classes, and that number.
+
+    The number is None where the classifier fits, or where the weights have none that can be told.
+    """
+    state, found = dict(state), None
+    heads = {id(module) for module in classifiers(model)}
+    for path, module in model.named_modules():
+        if id(module) not in heads:
+            continue
+        own = {f'{path}.{name}': value for name, value in module.state_dict().items()}
+        others = {name: len(state[name]) for name, value in own.items() if _of_other_classes(value, state.get(name))}
+        if others:
+            found = next(iter(others.values()))
+            state |= own
+    return state, found
+
+
+def _of_other_classes(mine: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether a classifier's weight is the same but for the number of classes."""
+    return other is not None and len(mine) != len(other) and mine.shape[1:] == other.shape[1:]
 
 
 def save_pretrained(
@@ -156,11 +199,13 @@ def save_pretrained(
         made.mkdir()
         if cfg and not base.startswith(TORCHVISION):
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
+            written = json.loads((made / 'config.json').read_text())
+            # timm 1.0.31 adds what it records of a network, its pool's name too, which is not what makes this one.
+            written['model_args'] = arguments
             if other_images:
                 # The weights are for as many channels: nothing is to be made of them that fits.
-                written = json.loads((made / 'config.json').read_text())
                 written['pretrained_cfg']['first_conv'] = None
-                (made / 'config.json').write_text(json.dumps(written, indent=2))
+            (made / 'config.json').write_text(json.dumps(written, indent=2))
         else:
             seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
             config['pretrained_cfg'] = seen | {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
@@ -342,6 +387,7 @@ def rotp_converted(
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
+    kwargs.pop('pretrained_model_args', None)  # of timm from 1.0.31 on: those of config.json, which are ours
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another that is asked for, the network is the native one.
@@ -363,7 +409,7 @@ def rotp_converted(
         if pools is None:
             convert(model)
         for path, options in (pools or {}).items():
-            convert(model, pool_options(options), where=[path], start=None)
+            convert(model, pool_options(options), where=[path])
         for path in folded:
             rot_pools(model)[path].gain_folded = True
         if pretrained:

@@ -13,7 +13,7 @@ from torch import nn
 import rotp_vision
 from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
 from rotp_vision.layers.hierarchical_pool import MEAN_POOL
-from rotp_vision.visualize import evidence, plot_plans, plot_weights, pool_maps, save_figure, visualize
+from rotp_vision.visualize import evidence, plot_looked, plot_plans, plot_weights, pool_maps, save_figure, visualize
 
 CHANNELS, CLASSES = 6, 4
 
@@ -90,22 +90,33 @@ def test_evidence_sums_to_the_logit_minus_the_bias(make):
 
 
 @every_net
-def test_sample_marginal_has_mass_one_and_lies_on_the_grid(make):
+def test_weight_has_mass_one_and_lies_on_the_grid(make):
     model, x = make(), images()
-    marginal = pool_maps(model, x).sample_marginal
-    torch.testing.assert_close(marginal.sum((1, 2)), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-12)
-    assert marginal.shape == (2, 5, 7)
+    maps = pool_maps(model, x)
+    torch.testing.assert_close(maps.weight.sum((1, 2)), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert maps.weight.shape == (2, 5, 7)
+    # By its definition, feature by feature: what is averaged, over x, is the weight.
+    rows = model.pool.log_plan(maps.average.flatten(2) * 35) if isinstance(model.pool, ROTSetPool) else None
+    if rows is None and isinstance(model.pool, GlobalROTPool2d):
+        grids = maps.average * 35
+        rows = model.pool.map_log_plan(grids.permute(0, 2, 3, 1) if model.layout == 'NHWC' else grids)
+    if rows is not None:
+        expected = torch.zeros(2, 35, dtype=torch.float64)
+        sizes = maps.contributions.sum((2, 3)).abs()
+        for feature in range(CHANNELS):
+            expected += sizes[:, feature, None] * rows[:, feature].softmax(1) / sizes.sum(1, keepdim=True)
+        torch.testing.assert_close(maps.weight.flatten(1), expected.detach())
 
 
 @pytest.mark.parametrize('layout', ['NCHW', 'NHWC', 'NLC'])
-def test_marginal_is_high_where_the_features_are(layout):
-    """Free columns: a bright place draws mass, and it is drawn where it lies."""
+def test_weight_is_high_where_the_features_are(layout):
+    """Free columns: a bright place draws weight, and it is drawn where it lies."""
     options = {'solver': 'sinkhorn', 'smoothness': 0.5, 'sample_penalty': 1e-3}
     model = net(ROTSetPool(options) if layout == 'NLC' else GlobalROTPool2d(options, input_fmt=layout), layout=layout)
     nn.init.dirac_(model.conv.weight)
     x = torch.zeros(1, 3, 5, 7, dtype=torch.float64)
     x[0, :, 1, 5] = 3.0
-    assert pool_maps(model, x).sample_marginal.flatten().argmax() == 1 * 7 + 5  # row 1, column 5
+    assert pool_maps(model, x).weight.flatten().argmax() == 1 * 7 + 5  # row 1, column 5
 
 
 def test_average_evidence_is_that_of_average_pooling():
@@ -199,6 +210,36 @@ def test_sheet_and_page(files, tmp_path, name, panels):
     assert 'two &amp; &lt;three&gt;.png' in text
     assert ('No evidence maps: ' in text) == (panels == 2)
     assert 'α1, smoothness' in text
+
+
+def test_class_names_of_the_model_and_what_is_left_out_are_on_the_page(files, tmp_path):
+    model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+    model.pretrained_cfg = model.pretrained_cfg | {'num_classes': 3, 'label_names': ['ant', 'bee', 'cat']}
+    config = {'input_size': (3, 64, 64)}
+    _, page = visualize(model, files, tmp_path / 'some', data_config=config, total=400)
+    assert '2 of 400 images are drawn.' in page.read_text('utf-8')
+    assert re.search(r'<p>(ant|bee|cat) [\d.]+ %', page.read_text('utf-8'))
+    model.pretrained_cfg = model.pretrained_cfg | {'label_names': ['ant', 'bee']}  # of other classes
+    _, page = visualize(model, files, tmp_path / 'all', data_config=config, total=2)
+    assert 'images are drawn' not in page.read_text('utf-8')
+    assert '<p>class ' in page.read_text('utf-8')
+
+
+def test_a_flat_plan_looks_flat_and_the_scale_is_the_same_in_every_picture():
+    image = torch.rand(8, 8, 3, generator=torch.Generator().manual_seed(0)).numpy()
+    flat = torch.full((2, 2), 0.25)
+    sharp = torch.tensor([[0.97, 0.01], [0.01, 0.01]])
+    scales = []
+    for weights in ([flat, flat * 1.001], [sharp, flat]):
+        figure = plot_looked([image, image], weights, ['one', 'two'])
+        *_, bar = figure.axes
+        scales.append(bar.get_ylim())
+        layers = [axes.images[1].get_array()[..., 3] for axes in figure.axes if len(axes.images) == 2]
+        assert len(layers) == 2
+        for weight, layer in zip(weights, layers, strict=True):
+            # How much is seen of the colours: nothing of them where all places weigh the same.
+            assert (layer.max() < 0.01) == (weight is not sharp)
+    assert scales[0] == scales[1] == (0, 4)
 
 
 def test_plans_over_training(tmp_path):

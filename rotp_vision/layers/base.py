@@ -1,15 +1,14 @@
 """What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
-from rotp_vision.layers.options import PoolOptions, View, pool_options
-from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, PositiveWeight
+from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
 
 
 class ROTPool(nn.Module):
@@ -28,30 +27,47 @@ class ROTPool(nn.Module):
 
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
         super().__init__()
-        self.options = pool_options(options)
+        self.num_features = num_features
         self.is_part = False  # of another pool, which then speaks for it where weights are loaded
         self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the layers that read it
-        self.solver = self.options.to_solver()
-        self.view: str = self.options.view
+        self._make(pool_options(options))
+
+    def _make(self, options: PoolOptions):
+        num_features = self.num_features
+        if num_features is None and (options.prior == 'attention' or options.gain == 'channel'):
+            raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
+        self.options = options
+        self.solver = options.to_solver()
+        self.view: str = options.view
         # The solver's fields once more, one by one: TorchScript does not take it whole.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
         self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
-        if num_features is None and (self.options.prior == 'attention' or self.options.gain == 'channel'):
-            raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
-        self.weights = ModuleWeights(self.options)
+        self.weights = ModuleWeights(options)
         self.prior = None
-        if self.options.prior == 'attention':
+        if options.prior == 'attention':
             assert num_features is not None
-            self.prior = AttentionPrior(num_features, self.options.prior_width, self.options.start == 'mean')
+            self.prior = AttentionPrior(num_features, options.prior_width, options.start != 'paper')
+        elif options.prior == 'norm':
+            self.prior = NormPrior(options.learn != 'fixed')
         self.gain = None
-        if self.options.gain != 'off':
-            size = (num_features,) if self.options.gain == 'channel' and num_features is not None else ()
+        if options.gain != 'off':
+            size = (num_features,) if options.gain == 'channel' and num_features is not None else ()
             self.gain = PositiveWeight(1.0, size)
 
+    def set_options(self, options: PoolOptions | Mapping[str, Any] | str):
+        """Let the layer have other options from here on; their weights start anew, a prior of the same kind stays."""
+        old, prior = self.options, self.prior
+        like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
+        self._make(pool_options(options))
+        self.to(like.device, like.dtype).train(self.training)
+        if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
+            self.prior = prior
+
     def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
-        log_feature_prior = None
+        log_feature_prior: Tensor | None = None
         if self.prior is not None:
-            log_feature_prior, log_sample_prior = self.prior(x)
+            log_feature_prior, log_prior = self.prior(x)
+            log_sample_prior = log_prior if log_sample_prior is None else log_sample_prior + log_prior
         return rot_problem(
             x,
             log_feature_prior=log_feature_prior,
@@ -66,7 +82,8 @@ class ROTPool(nn.Module):
         Args:
             x: (B, D, N).
             mask: (B, N), True where a sample exists; None where all do.
-            log_sample_prior: (B or 1, N) logits of q0 for a layer without attention prior; None for uniform.
+            log_sample_prior: (B or 1, N) logits of q0, to which those of the layer's own prior are added; None for
+                uniform.
         """
         return self._pool(self._problem(self._without_masked(x, mask), mask, log_sample_prior))
 
@@ -92,32 +109,33 @@ class ROTPool(nn.Module):
         problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
         return solve(problem, self.weights(), self.solver)
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """The positive weights by name as they are now, detached: 'smoothness', 'step', …, 'gain'."""
-        named = {name: weight().detach() for name, weight in self.weights.named_children()}
-        if self.gain is not None:
-            named['gain'] = self.gain().detach()
-        return named
-
-    def set_weights(self, **values: Tensor | float | Sequence[float]):
-        """Let weights be given positive values from here on, by the names of `named_weights`."""
-        known = dict(self.weights.named_children())
+    def _weights_by_name(self) -> dict[str, PositiveWeight | NormPrior]:
+        known: dict[str, PositiveWeight | NormPrior] = {}
+        known |= {name: weight for name, weight in self.weights.named_children() if isinstance(weight, PositiveWeight)}
+        if isinstance(self.prior, NormPrior):
+            known['norm_power'] = self.prior
         if self.gain is not None:
             known['gain'] = self.gain
-        for name, value in values.items():
-            weight = known.get(name)
-            if not isinstance(weight, PositiveWeight):
-                raise ValueError(f'this layer has no weight {name!r}; it has {", ".join(known)}')
-            weight.set(value)
+        return known
 
-    def set_view(self, view: View):
-        """Let the plan see another view from here on."""
-        self.options = replace(self.options, view=view)
-        self.view = view
+    def named_weights(self) -> dict[str, Tensor]:
+        """The learned scalars by name as they are now, detached: 'smoothness', 'step', …, 'norm_power', 'gain'."""
+        return {
+            name: (weight.power if isinstance(weight, NormPrior) else weight()).detach()
+            for name, weight in self._weights_by_name().items()
+        }
+
+    def set_weights(self, **values: Tensor | float | Sequence[float]):
+        """Let weights be given values from here on, by the names of `named_weights`; all but norm_power positive."""
+        known = self._weights_by_name()
+        for name, value in values.items():
+            if name not in known:
+                raise ValueError(f'this layer has no weight {name!r}; it has {", ".join(known)}')
+            known[name].set(value)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay would pull off their meaning: all positive weights."""
-        return {name for name, _ in self.named_parameters() if name.endswith('.beta')}
+        """Names of the parameters that weight decay would pull off their meaning: all that `named_weights` lists."""
+        return {name for name, _ in self.named_parameters() if name.endswith(('.beta', '.power'))}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # A file of the native network holds nothing of this layer: keep what is here. A file that holds only a part

@@ -16,10 +16,10 @@ Options = PoolOptions | Mapping[str, Any] | str
 # The limits of Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness, which
 # outweighs any feature. Beyond these float32 tells no difference.
 _STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
-MEAN_POOL = PoolOptions(
+MEAN_POOL = PoolOptions.paper(
     'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
 )
-MAX_POOL = PoolOptions(
+MAX_POOL = PoolOptions.paper(
     'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
 )
 
@@ -123,15 +123,15 @@ class ROTSetFusion(nn.Module):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import ROTSetFusion
-        >>> fuse = ROTSetFusion('sinkhorn', 'sinkhorn', torch.nn.Linear(8, 4))
+        >>> fuse = ROTSetFusion(network=torch.nn.Linear(8, 4))
         >>> fuse(torch.rand(2, 3, 8, 7, 7)).shape
         torch.Size([2, 4])
     """
 
     def __init__(
         self,
-        within: Options = 'sinkhorn',
-        between: Options = 'sinkhorn',
+        within: Options | None = None,
+        between: Options | None = None,
         network: nn.Module | None = None,
         num_features: int | None = None,
         num_fused: int | None = None,

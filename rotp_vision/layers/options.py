@@ -7,9 +7,9 @@ from typing import Any, Literal, get_args
 
 from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName, View
 
-Start = Literal['paper', 'mean']
+Start = Literal['mean', 'max', 'paper']
 Gain = Literal['off', 'scalar', 'channel']
-Prior = Literal['uniform', 'attention']
+Prior = Literal['uniform', 'norm', 'attention']
 Learn = Literal['per-module', 'shared', 'fixed']
 
 # softplus(0), where the published code starts every weight.
@@ -17,15 +17,17 @@ PAPER_START = 0.6931471805599453
 # Temperatures at which pooling is all but average pooling: large against the spread of what the plan sees. A raw map
 # of a trained network reaches a few hundred; x / rms at most sqrt(N); log x spans about ten.
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
+# The temperature at which pooling is all but the maximum, against values whose spread is about one.
+MAX_START = 0.01
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Options of an ROTP layer. The defaults are the paper's ImageNet setting.
+    """Options of an ROTP layer. The defaults are the pooling that we recommend, on every path to a network.
 
-    A weight is the positive value that it starts at; None leaves it to `start`. The README has the objective that
-    they belong to, under "What it solves".
+    `PoolOptions.paper()` is the published layer instead. A weight is the positive value that it starts at; None leaves
+    it to `start`. The README has the objective that they belong to, under "What it solves".
 
     Attributes:
         solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
@@ -34,7 +36,8 @@ class PoolOptions:
         implicit: Sinkhorn only: gradients by the implicit function theorem, which take the result for converged. For 50
             steps and more, where that is so, and unrolling them costs more.
         coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
-        start: 'paper' starts every weight at softplus(0); 'mean' starts next to average pooling.
+        start: 'mean' starts next to average pooling, 'max' next to max pooling (as near as the solver's marginals
+            allow: 'badmm-q' holds its samples to q0), 'paper' starts every weight at softplus(0).
         learn: weights 'per-module', 'shared' over modules, or 'fixed'.
         structure: α0, weight of the structural term; 0 leaves it out.
         smoothness: α1.
@@ -43,7 +46,8 @@ class PoolOptions:
         step: ρ of Bregman ADMM.
         proximal: τ of Sinkhorn's outer loop.
         similarity: of the structural term, 'covariance' or 'cosine'.
-        prior: 'uniform', or 'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
+        prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β over the features that are averaged, β learned from 0; or
+            'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
         prior_width: rows of V, and the inner width of U = U2 U1; None means as many as there are features.
         view: what the plan sees: 'identity' (the paper), 'rms' (each feature over its root mean square across the
             samples) or 'log' (log(max(x, 0) + 0.001)). What is averaged is always the features themselves.
@@ -52,8 +56,10 @@ class PoolOptions:
 
     Example:
         >>> from rotp_vision import PoolOptions
-        >>> PoolOptions('sinkhorn', view='rms', gain='scalar').to_dict()
-        {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar'}
+        >>> PoolOptions('sinkhorn', prior='norm').to_dict()
+        {'solver': 'sinkhorn', 'prior': 'norm'}
+        >>> PoolOptions.paper().to_dict()
+        {'start': 'paper', 'view': 'identity', 'gain': 'off'}
     """
 
     solver: SolverName = 'badmm-e'
@@ -61,7 +67,7 @@ class PoolOptions:
     num_inner: int = 4
     implicit: bool = False
     coupled: bool = False
-    start: Start = 'paper'
+    start: Start = 'mean'
     learn: Learn = 'per-module'
     structure: float = 0.0
     smoothness: float | Sequence[float] | None = None
@@ -72,8 +78,8 @@ class PoolOptions:
     similarity: Similarity = 'covariance'
     prior: Prior = 'uniform'
     prior_width: int | None = None
-    view: View = 'identity'
-    gain: Gain = 'off'
+    view: View = 'rms'
+    gain: Gain = 'scalar'
     backend: Backend = 'auto'
 
     def __post_init__(self):
@@ -125,8 +131,10 @@ class PoolOptions:
             )
         if self.structure == 0 and self.similarity != PoolOptions.similarity:
             raise ValueError('similarity has no effect without structural term; leave it out, or give structure')
-        if self.prior == 'uniform' and self.prior_width is not None:
-            raise ValueError("prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'")
+        if self.prior != 'attention' and self.prior_width is not None:
+            raise ValueError(
+                f"prior_width has no effect with prior={self.prior!r}; leave it out, or use prior='attention'"
+            )
         for name, value in starting.items():
             values = value if isinstance(value, Sequence) else [value]
             if not all(0 < v < float('inf') for v in values):
@@ -136,6 +144,12 @@ class PoolOptions:
                     f'{name} must be one number, or {self.modules} numbers, one per module, when learn is not '
                     f"'shared'; got {value!r} with learn={self.learn!r}"
                 )
+
+    @classmethod
+    def paper(cls, solver: SolverName = 'badmm-e', **changes: Any) -> 'PoolOptions':
+        """The published layer: raw features, no gain, every weight from softplus(0); `changes` are further options."""
+        published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'view': 'identity', 'gain': 'off'}
+        return cls(**(published | changes))
 
     def _set(self, name: str, value: Any):
         """Let a field of this frozen object be what was given as plain Python has it, ready for JSON and YAML."""
@@ -153,20 +167,23 @@ class PoolOptions:
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
         """The weights that this solver reads, and the positive value(s) each starts at."""
-        temperature = PAPER_START if self.start == 'paper' else MEAN_START[self.view]
-        penalty = PAPER_START if self.start == 'paper' else 1.0
+        smoothness, step, feature_penalty, sample_penalty = {
+            'paper': (PAPER_START,) * 4,
+            # Each module of Bregman ADMM moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
+            'mean': (MEAN_START[self.view], MEAN_START[self.view] * self.modules, 1.0, 1.0),
+            # The sample marginal has to be free: in Sinkhorn by its penalty, in Bregman ADMM by a smoothness that
+            # leaves the other half of the plan flat.
+            'max': (MAX_START if self.solver == 'sinkhorn' else MEAN_START[self.view], MAX_START, 1.0, MAX_START / 100),
+        }[self.start]
         starts: dict[str, float] = {}
         if not (self.solver == 'badmm-e' and self.modules == 1):  # which is softmax pooling at temperature ρ
-            starts['smoothness'] = temperature
-        if self.solver == 'sinkhorn':
-            starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
-            if self.modules > 1:
-                starts['proximal'] = temperature
-        else:
-            # Each module moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
-            starts['step'] = temperature if self.start == 'paper' else temperature * self.modules
-            if self.coupled:
-                starts |= {'feature_penalty': penalty, 'sample_penalty': penalty}
+            starts['smoothness'] = smoothness
+        if self.solver != 'sinkhorn':
+            starts['step'] = step
+        elif self.modules > 1:
+            starts['proximal'] = smoothness
+        if self.solver == 'sinkhorn' or self.coupled:
+            starts |= {'feature_penalty': feature_penalty, 'sample_penalty': sample_penalty}
         weights: dict[str, float | Sequence[float]] = {}
         for name, start in starts.items():
             given = getattr(self, name)
@@ -182,28 +199,33 @@ class PoolOptions:
 
 
 def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, **changes: Any) -> PoolOptions:
-    """Options from options, a mapping of them (JSON, YAML), a solver's name or None (the defaults), then `changes`.
+    """Options from options, a mapping of them (JSON, YAML), a name or None (the defaults), then `changes`.
 
-    >>> pool_options('sinkhorn', view='rms').view
-    'rms'
+    A name is a solver's, or 'paper' for the published layer; in a mapping, `preset: paper` starts from the latter.
+
+    >>> pool_options('sinkhorn', view='log').view
+    'log'
+    >>> pool_options({'preset': 'paper', 'solver': 'sinkhorn'}) == PoolOptions.paper('sinkhorn')
+    True
     """
-    if options is None:
-        base: dict[str, Any] = {}
-    elif isinstance(options, str):
-        base = {'solver': options}
-    elif isinstance(options, Mapping):
-        base = dict(options)
-    elif isinstance(options, PoolOptions):
+    if isinstance(options, PoolOptions):
         _refuse_unknown(changes)
         return replace(options, **changes)
+    if options is None or isinstance(options, Mapping):
+        given: dict[str, Any] = dict(options or {})
+    elif isinstance(options, str):
+        given = {'preset' if options == 'paper' else 'solver': options}
     else:
         raise ValueError(
-            f'pooling options must be PoolOptions, a mapping of its fields or one of {", ".join(SOLVERS)}, '
-            f'got {type(options).__name__}'
+            'pooling options must be PoolOptions, a mapping of its fields, a solver '
+            f"({', '.join(SOLVERS)}) or 'paper', got {type(options).__name__}"
         )
-    merged = base | changes
-    _refuse_unknown(merged)
-    return PoolOptions(**merged)
+    given |= changes
+    preset = given.pop('preset', None)
+    if preset not in (None, 'paper'):
+        raise ValueError(f"preset must be 'paper', or left out for the recommended pooling, got {preset!r}")
+    _refuse_unknown(given)
+    return PoolOptions(**given) if preset is None else PoolOptions.paper(**given)
 
 
 def is_integer(value: Any) -> bool:

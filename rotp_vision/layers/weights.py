@@ -7,8 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import StepWeights
+from rotp_vision.core import VIEW_FLOOR, StepWeights
 from rotp_vision.layers.options import PoolOptions
+
+# Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
+NORM_SCALE = 2.0**-46
 
 
 class PositiveWeight(nn.Module):
@@ -117,3 +120,68 @@ class AttentionPrior(nn.Module):
         sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
         total = x.sum(2, dtype=self.feature_score.weight.dtype)
         return self.feature_score(self.feature_hidden(total)), sample_logits
+
+
+class NormPrior(nn.Module):
+    """Prior marginal of the samples that sees where the energy is, as logits: log q0_n = β log ‖x_n‖.
+
+    The norm is over the features of a sample. β may be any real number; at its start of zero q0 is uniform.
+    """
+
+    power: Tensor
+
+    def __init__(self, learn: bool = True):
+        super().__init__()
+        if learn:
+            self.power = nn.Parameter(torch.zeros(()))
+        else:
+            self.register_buffer('power', torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Logits of p0, which stays uniform, and of q0 (B, N) for `x` (B, D, N)."""
+        power = self.power if self.power.dtype == torch.float64 else self.power.float()
+        return None, power * log_norm(x)
+
+    def set(self, value: Tensor | float | Sequence[float]):
+        """Let β be `value` from here on."""
+        value = torch.as_tensor(value, dtype=self.power.dtype, device=self.power.device)
+        if value.numel() != 1 or not bool(value.isfinite()):
+            raise ValueError(f'the power of the norm prior must be one finite number, got {value.tolist()}')
+        with torch.no_grad():
+            self.power.copy_(value.view(()))
+
+    def extra_repr(self) -> str:
+        return '' if self.power.is_meta else f'{float(self.power.detach()):.4g}'
+
+
+def log_norm(x: Tensor) -> Tensor:
+    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; norms count from the floor on."""
+    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        return _log_norm(x)
+    return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def _log_norm(x: Tensor, floor: float = VIEW_FLOOR, scale: float = NORM_SCALE) -> Tensor:
+    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    return torch.linalg.vector_norm(scaled, dim=1).clamp_min(floor * scale).log() - math.log(scale)
+
+
+class _LogNorm(torch.autograd.Function):
+    """`log_norm` with a backward that keeps x itself, as the pooling does, and not once more its scaled copy."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return _log_norm(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # d log ‖x‖ / dx = x / ‖x‖², as a product of two that neither overflow nor vanish; zero at the floor.
+        x, log_norms = ctx.saved_tensors
+        inverse = (-log_norms).exp().masked_fill(log_norms <= math.log(VIEW_FLOOR), 0.0).unsqueeze(1)
+        return (x.to(inverse.dtype) * inverse * (grad.unsqueeze(1) * inverse)).to(x.dtype)

@@ -17,9 +17,6 @@ __all__ = ['ROTPResNet']
 register_notrace_module(GlobalROTPool2d)
 register_notrace_module(LocalROTPool2d)
 
-# The stem's pool starts next to the max pooling that it replaces, for native weights to keep their meaning.
-STEM_OPTIONS = PoolOptions('sinkhorn', smoothness=0.1, feature_penalty=1.0, sample_penalty=0.01)
-
 Options = PoolOptions | Mapping[str, Any] | str | None
 
 
@@ -27,16 +24,16 @@ class ROTPResNet(ResNet):
     """timm's ResNet with ROT pooling before the classifier, and optionally in the stem.
 
     Args:
-        rotp: options of the global pooling (`PoolOptions`, a mapping of its fields, or a solver's name).
+        rotp: options of the global pooling: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper'.
         rotp_stem: options of the stem's pooling; None keeps its max pooling.
         global_pool: 'rotp', or one of timm's own, with which the network is a plain ResNet.
         args, kwargs: as timm's ResNet takes them.
 
     Example:
         >>> import timm, rotp_vision
-        >>> model = timm.create_model('resnet18_rotp', rotp={'solver': 'sinkhorn', 'view': 'rms'})
+        >>> model = timm.create_model('resnet18_rotp', rotp={'solver': 'sinkhorn', 'view': 'log'})
         >>> type(model).__name__, model.global_pool.options.view
-        ('ROTPResNet', 'rms')
+        ('ROTPResNet', 'log')
     """
 
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
@@ -60,7 +57,7 @@ class ROTPResNet(ResNet):
             self.maxpool = self._like_the_rest(stem)
 
     def _install_pool(self):
-        self.global_pool = self._like_the_rest(GlobalROTPool2d(self.rotp, self.num_features))
+        self.global_pool = self._like_the_rest(GlobalROTPool2d(self.rotp, int(self.num_features)))
 
     def _like_the_rest(self, pool: nn.Module) -> nn.Module:
         like = next(self.parameters())
@@ -94,11 +91,12 @@ _LAYERS = {
     'resnet101': (Bottleneck, (3, 4, 23, 3)),
     'resnet152': (Bottleneck, (3, 8, 36, 3)),
 }
+# Each starts next to what it replaces, for native weights to keep their meaning.
 _VARIANTS: dict[str, dict[str, PoolOptions]] = {
-    'rotp': {'rotp': PoolOptions('badmm-e')},
+    'rotp': {'rotp': PoolOptions()},
     'rotp_s': {'rotp': PoolOptions('sinkhorn')},
     'rotp_q': {'rotp': PoolOptions('badmm-q')},
-    'rotp_local': {'rotp': PoolOptions('badmm-e'), 'rotp_stem': STEM_OPTIONS},
+    'rotp_local': {'rotp': PoolOptions(), 'rotp_stem': PoolOptions(start='max')},
 }
 
 
@@ -123,10 +121,12 @@ default_cfgs = generate_default_cfgs(
 
 
 def _adapt(options: PoolOptions, given: Options) -> Options:
-    """What is given for a variant's options: a mapping changes some of them, anything else takes their place."""
-    if not isinstance(given, Mapping) or given.get('solver', options.solver) != options.solver:
+    """What is given for a variant's options; a mapping and 'paper' keep the variant's solver unless they name one."""
+    if given == 'paper':
+        given = {'preset': 'paper'}
+    if not isinstance(given, Mapping):
         return given
-    return {'solver': options.solver} | options.to_dict() | dict(given)
+    return {'solver': options.solver} | ({} if 'preset' in given else {'start': options.start}) | dict(given)
 
 
 def _register(native: str, variant: str):

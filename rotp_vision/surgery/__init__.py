@@ -1,12 +1,11 @@
 """Replacing the pools of any network: find, convert, revert, freeze, fold."""
 
-from rotp_vision.surgery.convert import DEFAULT, convert, describe, revert, rot_pools
+from rotp_vision.surgery.convert import convert, describe, revert, rot_pools
 from rotp_vision.surgery.find import FoundPool, find_pools
 from rotp_vision.surgery.fold import fold_gain
 from rotp_vision.surgery.freeze import freeze
 
 __all__ = [
-    'DEFAULT',
     'FoundPool',
     'convert',
     'describe',

@@ -3,6 +3,7 @@
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,11 +19,7 @@ from rotp_vision.surgery.trace import undisturbed
 
 _logger = logging.getLogger('rotp_vision')
 
-DEFAULT = PoolOptions('sinkhorn', view='rms', gain='scalar')
 Where = Literal['global', 'local', 'all']
-
-# The temperature at which pooling is all but the maximum, against values whose spread is about one.
-MAX_START = 0.01
 
 
 # Its forward reads shapes in Python, which symbolic tracing cannot follow: to fx it is a leaf, as the others are.
@@ -38,23 +35,20 @@ class Replaced(NamedTuple):
 
 def convert(
     model: nn.Module,
-    pool: PoolOptions | Mapping[str, Any] | str = DEFAULT,
+    pool: PoolOptions | Mapping[str, Any] | str | None = None,
     where: Where | Sequence[str] = 'global',
-    start: Literal['mean', 'paper'] | None = 'mean',
     example_input: Tensor | tuple | None = None,
 ) -> nn.Module:
     """The same model, its pools replaced by ROT pools. Everything else about it stays as it is.
 
     Args:
         model: from timm, torchvision or of your own; converted in place. Convert before DDP and `torch.compile`.
-        pool: `PoolOptions`, a mapping of its fields, or a solver's name. The default is Sinkhorn on the scale-free
-            view 'rms' with a scalar gain.
+        pool: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper' for the published layer; None for the
+            recommended pooling, `PoolOptions()`. Its start 'mean' puts each pool next to what it replaces: max pools
+            next to the maximum. Padding takes no mass; an average pool that counts it as zeros (`count_include_pad`)
+            goes on doing so.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
-        start: 'mean' starts each pool next to what it replaces: average pools next to the mean, and max pools next to
-            the maximum, by a small smoothness (or step) and an almost free sample marginal. 'paper' starts every
-            weight at softplus(0). None leaves it to the options. A weight that the options give is kept in any case.
-            Padding takes no mass; an average pool that counts it as zeros (`count_include_pad`) goes on doing so.
         example_input: an input of the model, see `find_pools`.
 
     Raises:
@@ -67,7 +61,7 @@ def convert(
         ['global_pool']
     """
     refuse_wrapped(model)
-    options = pool_options(pool) if start is None else pool_options(pool, start=start)
+    options = pool_options(pool)
     inputs = example_inputs(model, example_input)
     found = find_pools(model, inputs)
     examples = _examples(inputs)
@@ -145,7 +139,7 @@ def describe(model: nn.Module) -> str:
     Example:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> 'GlobalROTPool2d(sinkhorn, view=rms)' in rotp_vision.describe(model)
+        >>> 'GlobalROTPool2d(badmm-e, view=rms)' in rotp_vision.describe(model)
         True
     """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
@@ -212,7 +206,7 @@ def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPoo
 
 def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPool:
     if found.reduction == 'max' and options.start == 'mean':
-        options = _next_to_max(options)
+        options = replace(options, start='max')
     channels = found.input_shape[{'NCHW': 1, 'NHWC': 3, 'NLC': 2}[found.layout]]
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
@@ -241,15 +235,6 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
         pool.to(like.device, like.dtype)
     beside = found.path if found.host is None else found.path.rpartition('.')[0]
     return pool.train(model.get_submodule(beside).training)
-
-
-def _next_to_max(options: PoolOptions) -> PoolOptions:
-    """The options with weights at which the pool is all but the maximum, where they give none themselves."""
-    starts = {'smoothness': MAX_START, 'step': MAX_START, 'proximal': MAX_START, 'sample_penalty': MAX_START / 100}
-    reads = options.starting_weights()
-    return pool_options(
-        options, **{name: value for name, value in starts.items() if name in reads and getattr(options, name) is None}
-    )
 
 
 # A converted pool knows what it replaced; it is no child of the pool, so that it has no place in the state dict.

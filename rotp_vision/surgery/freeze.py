@@ -81,10 +81,10 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
         raise ValueError("the ROT pools have nothing to train: their options say learn='fixed'")
-    return pools if train == 'pool' else [*pools, *_classifiers(model)]
+    return pools if train == 'pool' else [*pools, *classifiers(model)]
 
 
-def _classifiers(model: nn.Module) -> list[nn.Module]:
+def classifiers(model: nn.Module) -> list[nn.Module]:
     """What a timm model calls its classifier, else the last linear layer or convolution."""
     get_classifier: Any = getattr(model, 'get_classifier', None)
     if get_classifier is not None:

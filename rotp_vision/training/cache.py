@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from rotp_vision.surgery import rot_pools
 from rotp_vision.training.checkpoint import force_to_disk
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
@@ -71,8 +72,9 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
     """Digest of everything that a map depends on: frozen weights, data and its augmentation, and `others`, plain."""
     digest = hashlib.sha256()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    pools = tuple(f'{path}.' for path in rot_pools(model))  # behind the maps, whatever else they keep
     for name, tensor in sorted(model.state_dict().items()):
-        if name not in trained:
+        if name not in trained and not name.startswith(pools):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().double().numpy().tobytes())
     settings = {key: value for key, value in asdict(data).items() if key not in ('workers', 'max_broken')}
@@ -166,6 +168,7 @@ class FeatureCache:
     def __init__(self, directory: Path, views: int, processes: int):
         self.train = [CachedMaps(directory, f'train{view}', processes) for view in range(max(views, 1))]
         self.val = CachedMaps(directory, 'val', processes)
+        self.as_evaluated = views == 0  # whether training images are seen as evaluation sees them
 
     def train_batches(
         self, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int, workers: int

@@ -36,6 +36,10 @@ class Progress:
     epochs: list[dict[str, Any]] = field(default_factory=list)  # rows of metrics.csv
     weights: list[dict[str, Any]] = field(default_factory=list)  # rows of weights.csv
     summary: dict[str, dict[str, float]] = field(default_factory=dict)  # rows of the table at the end
+    pools: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # options of each ROT pool, which calibration chooses
+    simpler: dict[str, list[float]] = field(default_factory=dict)  # poolings to compare with: power and gain by title
     broken: list[str] = field(default_factory=list)  # names of unreadable images met so far
 
     @property

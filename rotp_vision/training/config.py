@@ -85,20 +85,17 @@ class ModelConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def _default_pool() -> str | dict[str, Any]:
-    return {'solver': 'sinkhorn', 'start': 'mean', 'view': 'rms', 'gain': 'scalar'}
-
-
 @dataclass
 class PoolConfig:
     """The pooling that stage 2 puts in.
 
     Args:
-        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), or a solver's name for the paper's.
+        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, or `paper` for the
+            published layer; unset for the recommended pooling.
         where: which pools are replaced: global (before the classifier), local (inside the network) or all.
     """
 
-    options: str | dict[str, Any] = field(default_factory=_default_pool)
+    options: str | dict[str, Any] = field(default_factory=dict)
     where: Literal['global', 'local', 'all'] = 'global'
 
 
@@ -147,9 +144,12 @@ class StageConfig:
 
 @dataclass
 class PoolStageConfig(StageConfig):
-    """How stage 2, the one with ROTP, is optimised: the fields of stage 1 and what is trained.
+    """How stage 2, the one with ROTP, is optimised: the fields of stage 1, of which `lr` is not the pooling's.
 
     Args:
+        pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
+        calibrate: training images, as evaluation sees them, on which view, prior, temperature and gain of the pooling
+            are chosen before it trains; 0 starts it as `pool.options` say.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
         cache_views: augmented views stored per image, used in turn; 0 stores the image as evaluation sees it.
@@ -157,9 +157,12 @@ class PoolStageConfig(StageConfig):
     """
 
     epochs: int = 10
+    optimizer: str = 'adamw'
     lr: float = 0.001
+    pool_lr: float = 0.05
     weight_decay: float = 0.0
-    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'constant'
+    schedule: Literal['step', 'cosine', 'tanh', 'poly', 'constant'] = 'cosine'
+    calibrate: int = 512
     train: Trained = 'pool'
     cache_features: bool = False
     cache_views: int = 1
@@ -223,6 +226,8 @@ FREE_ON_RESUME = (
     *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
 )
 
+EPOCHS = ('stage1.epochs', 'stage2.epochs')
+
 
 def parse_config(args: Sequence[str] | None = None) -> RunConfig:
     """The settings from `--config FILE` and `--key value` arguments; exits with a message on anything wrong."""
@@ -282,9 +287,11 @@ def check_config(config: RunConfig) -> None:
             need(amount >= 0, f'{name}.{mixing}', 'at least 0', amount)
         decay = stage.ema_decay
         need(decay is None or 0 < decay < 1, f'{name}.ema_decay', 'between 0 and 1', decay)
+    need(stage2.pool_lr > 0, 'stage2.pool_lr', 'positive', stage2.pool_lr)
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.train in get_args(Trained), 'stage2.train', f'one of {get_args(Trained)}', stage2.train)
+    need(stage2.calibrate == 0 or stage2.calibrate >= 4, 'stage2.calibrate', '0, or at least 4', stage2.calibrate)
     need(stage2.cache_views >= 0, 'stage2.cache_views', 'at least 0', stage2.cache_views)
     if stage2.cache_features:
         need(stage2.train != 'all', 'stage2.train', "'pool' or 'pool+classifier' with cache_features", stage2.train)
@@ -301,12 +308,42 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """What a continued run may not change, one line per setting: `stage1.lr: 0.1 → 0.2`."""
-    free = set(FREE_ON_RESUME)
+    free = {*FREE_ON_RESUME, *EPOCHS}  # of the latter see `changed_epochs`
     if new['data']['streaming']:
         free.remove('data.workers')  # the order of a stream depends on them
     before, after = dict(flat(old)), dict(flat(new))
     differing = [key for key in sorted({*before, *after} - free) if before.get(key) != after.get(key)]
     return [f'{key}: {before.get(key)} → {after.get(key)}' for key in differing]
+
+
+def changed_epochs(old: Mapping[str, Any], new: Mapping[str, Any], stage: int, done: int) -> list[str]:
+    """What a continued run says of stages that it makes longer or shorter than they were planned, one line each.
+
+    Args:
+        old: the settings of the checkpoint.
+        new: those of its continuation.
+        stage: the stage that the checkpoint is in.
+        done: epochs of that stage that are done or under way.
+
+    Raises:
+        ValueError: if that stage, or one before it, has passed the number already.
+    """
+    lines = []
+    for number, key in enumerate(('stage1', 'stage2'), 1):
+        before, after = old[key]['epochs'], new[key]['epochs']
+        if before == after:
+            continue
+        if number < stage:
+            raise ValueError(
+                f'stage {number} is over after its {before} epochs, {key}.epochs cannot become {after}: leave it at '
+                f'{before}, or start a new run with a checkpoint of that stage as --model.checkpoint'
+            )
+        if number == stage and after < done:
+            raise ValueError(f'{key}.epochs must be at least {done}, which are done or under way, got {after}')
+        lines.append(
+            f'{key}.epochs: {before} → {after}; the learning rate follows the schedule of {after} epochs from here on'
+        )
+    return lines
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:

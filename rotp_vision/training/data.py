@@ -226,8 +226,7 @@ def train_loader(
             next(stream)
         return stream
     batches = epoch_batches(len(source), global_batch, accumulation, shard, seed, epoch, start)
-    dataset = TrainImages(source, transform, seed, epoch)
-    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+    return chosen_loader(TrainImages(source, transform, seed, epoch), config, batches)
 
 
 def val_loader(
@@ -246,6 +245,11 @@ def shard_loader(
     """Batches of every processes-th image from the rank-th on, each once and in order."""
     mine = range(shard.rank, len(dataset), shard.processes)
     batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]
+    return chosen_loader(dataset, config, batches)
+
+
+def chosen_loader(dataset: TrainImages | ValImages, config: DataConfig, batches: list[list[int]]) -> Iterator[Batch]:
+    """Batches of the images at given places."""
     return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 

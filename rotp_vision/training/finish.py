@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 import timm
@@ -15,11 +15,12 @@ from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
 from rotp_vision.training.checkpoint import write_atomically
-from rotp_vision.training.config import PoolConfig, RunConfig, StageConfig
+from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
 from rotp_vision.training.run import Run
 from rotp_vision.training.sources import StreamSource
+from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_maps, save_figure
 
 NATIVE = 'native pooling'
 
@@ -44,7 +45,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         'images': f'{len(run.train):,} for training, {len(run.val):,} for validation, {len(run.train.classes)} classes',
         'batch': f'{config.global_batch_size} = {run.shard.processes} processes × {settings.accumulation} × {micro}',
         'steps': f'{settings.epochs} epochs × {steps} = {settings.epochs * steps:,}',
-        'optimizer': f'{settings.optimizer}, learning rate {settings.lr:g}, {settings.schedule}',
+        'optimizer': f'{settings.optimizer}, learning rate {_rates(settings)}, {settings.schedule}',
         'precision': run.accelerator.mixed_precision,
     }
     if stage == 2:
@@ -57,11 +58,20 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
     report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
 
 
-def finish(run: Run, model: nn.Module) -> None:
-    """Tables, pictures and the exported model."""
+def _rates(settings: StageConfig) -> str:
+    if not isinstance(settings, PoolStageConfig):
+        return f'{settings.lr:g}'
+    pooling = f'{settings.pool_lr:g} of the pooling'
+    return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
+
+
+def finish(run: Run, model: nn.Module, told: str | None) -> None:
+    """Tables, pictures and the exported model; `told` is said of the pooling below the table."""
     progress, output = run.progress, run.output
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
+    if told:
+        run.console.print(told, soft_wrap=True, markup=False)
     for title, metrics in progress.summary.items():
         if not math.isfinite(metrics['loss']):
             run.console.print(
@@ -73,14 +83,16 @@ def finish(run: Run, model: nn.Module) -> None:
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
     if pools:
-        report.plot_weights(output / 'weights.png', progress.weights)
-        pictures += ['weights.png', *_picture_where_looked(run, model, pools)]
+        save_figure(plot_weights(output / 'weights.csv'), output / 'weights.png')
+        pictures += ['weights.png', *_picture_where_looked(run, model)]
     run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
     run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
-    run.console.print(f'load it:  {export(model, run.config, output / "export")}', soft_wrap=True, markup=False)
+    run.console.print(
+        f'load it:  {export(model, run.config, output / "export", run.val.classes)}', soft_wrap=True, markup=False
+    )
 
 
-def export(model: nn.Module, config: RunConfig, directory: Path) -> str:
+def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequence[str]) -> str:
     """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
     name, kwargs = config.model.name, config.model.kwargs
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
@@ -95,11 +107,11 @@ def export(model: nn.Module, config: RunConfig, directory: Path) -> str:
     else:
         timm.models.save_for_hf(model, str(directory), model_args=kwargs, safe_serialization=True)  # type: ignore
         line = f"timm.create_model('local-dir:{directory}', pretrained=True)"
-    _describe(directory / 'config.json', model, config)
+    _describe(directory / 'config.json', model, config, classes)
     return line
 
 
-def _describe(path: Path, model: nn.Module, config: RunConfig) -> None:
+def _describe(path: Path, model: nn.Module, config: RunConfig, classes: Sequence[str]) -> None:
     """Has an export's config.json say what the run saw and trained; it was what timm publishes with that name."""
     written = json.loads(path.read_text())
     published = written['pretrained_cfg']
@@ -110,24 +122,29 @@ def _describe(path: Path, model: nn.Module, config: RunConfig) -> None:
         **{key: published[key] for key in kept if key in published},
         **preprocessing(config.data, *normalization(model)),
         'num_classes': written['num_classes'],
+        'label_names': list(classes),
     }
     write_atomically(path, json.dumps(written, indent=2))
 
 
-def _picture_where_looked(run: Run, model: nn.Module, pools: Mapping[str, nn.Module]) -> list[str]:
+def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
     """Writes looked.png, validation images and the weight of each place; nothing where no pooling is a global one."""
-    pool = next((pool for pool in reversed(list(pools.values())) if hasattr(pool, 'plan')), None)
-    if pool is None or isinstance(run.val, StreamSource):
+    if isinstance(run.val, StreamSource):
         return []
     dataset = ValImages(run.val, run.val_transform)
     samples = [dataset[int(place)] for place in torch.linspace(0, len(dataset) - 1, 8)]
     images = torch.stack([image for image, _, _ in samples if image is not None]).to(run.accelerator.device)
     labels = [label for image, label, _ in samples if image is not None]
-    looked, logits = report.where_pool_looked(model.eval(), pool, images)
+    try:
+        maps = pool_maps(model, images)
+    except ValueError as error:
+        run.console.print(f'no picture of where the pooling looks: {error}', soft_wrap=True, markup=False)
+        return []
     names = run.val.classes
     titles = [
         names[label] if guess == label else f'{names[label]}\nseen as {names[guess]}'
-        for label, guess in zip(labels, logits.argmax(1).tolist(), strict=True)
+        for label, guess in zip(labels, maps.logits.argmax(1).tolist(), strict=True)
     ]
-    report.plot_looked(run.output / 'looked.png', images, looked, titles, *normalization(model))
+    pictures = [displayed(image, *normalization(model)) for image in images]
+    save_figure(plot_looked(pictures, list(maps.weight), titles), run.output / 'looked.png')
     return ['looked.png']

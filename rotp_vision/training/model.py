@@ -1,9 +1,8 @@
 """Networks from names and files."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import timm
@@ -12,27 +11,65 @@ import torchvision
 from timm.layers import convert_sync_batchnorm  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
-from rotp_vision.hub import TORCHVISION, build, load_pretrained, read_state_dict
+from rotp_vision.hub import (
+    TORCHVISION,
+    build,
+    fit_weights,
+    load_pretrained,
+    num_classes_of,
+    read_state_dict,
+    with_new_classifier,
+)
 from rotp_vision.surgery import convert
-from rotp_vision.training.checkpoint import MANIFEST, load_checkpoint
+from rotp_vision.training.checkpoint import MANIFEST, MODEL, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
 
 
-def build_model(config: ModelConfig, num_classes: int) -> nn.Module:
-    """The configured network with its native pooling, from published weights, a file or scratch."""
+def build_model(
+    config: ModelConfig, num_classes: int, *, new_classifier: bool = False, notify: Callable[[str], object] = print
+) -> nn.Module:
+    """The configured network with its native pooling, from published weights, a file or scratch.
+
+    Args:
+        config: the network.
+        num_classes: of the data.
+        new_classifier: whether the classifier starts anew where the weights have another number of classes; else they
+            are refused.
+        notify: told, in one line, where it does.
+    """
     kwargs: dict[str, Any] = dict(config.kwargs)
-    if config.name.startswith(TORCHVISION) and config.pretrained:
-        name = config.name.removeprefix(TORCHVISION)
-        model = torchvision.models.get_model(name, weights='DEFAULT', **kwargs)
-        found = [module for module in model.modules() if isinstance(module, nn.Linear)][-1].out_features
-        if found != num_classes:
-            raise ValueError(f'{config.name} is pretrained for {found} classes but the data has {num_classes}')
+
+    def compare(name: str, known: int | None) -> None:
+        if known in (None, num_classes):
+            return
+        found = f'{name} has {known} classes, the data {num_classes}'
+        if not new_classifier:
+            raise ValueError(
+                f'{found}: its classifier would have to be trained; give stage1.epochs, or stage2.train pool+classifier'
+            )
+        notify(f'{found}: the classifier starts anew')
+
+    if config.checkpoint is not None:
+        state, name = load_weights(Path(config.checkpoint)), Path(config.checkpoint).name
+    elif config.pretrained and config.name.startswith(TORCHVISION):
+        model = torchvision.models.get_model(config.name.removeprefix(TORCHVISION), weights='DEFAULT', **kwargs)
+        if num_classes_of(model) == num_classes:
+            return model
+        state, name = model.state_dict(), config.name
     else:
         if config.pretrained:
+            compare(config.name, published_classes(config))  # timm leaves such a classifier out by itself
             kwargs['pretrained'] = True
-        model = build(config.name, num_classes=num_classes, **kwargs)
-    if config.checkpoint is not None:
-        model.load_state_dict(load_weights(Path(config.checkpoint)))
+        return build(config.name, num_classes=num_classes, **kwargs)
+    model = build(config.name, num_classes=num_classes, **kwargs)
+    state, known = with_new_classifier(model, state)
+    compare(name, known)
+    fit_weights(
+        model,
+        state,
+        f'{name} does not fit {config.name}',
+        'choose the network of the weights: model.name, model.kwargs',
+    )
     return model
 
 
@@ -52,9 +89,15 @@ def published_classes(config: ModelConfig) -> int | None:
     return cfg.num_classes if cfg is not None else None
 
 
-def convert_model(model: nn.Module, config: PoolConfig) -> nn.Module:
-    """The network with its pooling replaced by ROTP."""
-    return convert(model, config.options, config.where, start=None)  # the options say where it starts
+def convert_model(
+    model: nn.Module, config: PoolConfig, pools: Mapping[str, Mapping[str, Any]] | None = None
+) -> nn.Module:
+    """The network with its pooling replaced by ROTP: as configured, or by pools of the given options at their paths."""
+    for path, options in (pools or {}).items():
+        model = convert(model, options, [path])
+    if pools:
+        return model
+    return convert(model, config.options, config.where)
 
 
 def synchronized(model: nn.Module) -> nn.Module:
@@ -69,36 +112,36 @@ def synchronized(model: nn.Module) -> nn.Module:
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
     """The network of a checkpoint of a run, of an exported directory or of a weights file.
 
-    The directories know what they are of. A file is of the configured network, with the configured pooling where it has
-    more weights than the native network.
+    The directories know what they are of, and so does the weights file in one. Any other file is of the configured
+    network, with the configured pooling where it has more weights than the native network.
     """
     place = Path(path)
+    directory = place.parent if place.name == MODEL else place
     if path == 'model':
         return build_model(config, num_classes)
-    if (place / MANIFEST).is_file():
-        checkpoint = load_checkpoint(place)
+    if (directory / MANIFEST).is_file():
+        checkpoint = load_checkpoint(directory)
         stored = checkpoint.config
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
-            model = convert_model(model, PoolConfig(**stored['pool']))
+            model = convert_model(model, PoolConfig(**stored['pool']), checkpoint.progress.pools)
         model.load_state_dict(load_weights(place))
         return model
-    if (place / 'config.json').is_file():
-        model = load_pretrained(place)
+    if (directory / 'config.json').is_file():
+        model = load_pretrained(directory)
         if getattr(model, 'num_classes', num_classes) != num_classes:
             raise ValueError(f'{path} has {model.num_classes} classes but the data has {num_classes}')
         return model
     state = load_weights(place)
     model = build_model(replace(config, pretrained=False, checkpoint=None), num_classes)
-    try:
-        if state.keys() - model.state_dict().keys():
+    what = f'{path} does not fit the configured network and pooling'
+    cure = 'give the settings of its run, or the directory of the checkpoint or export, which knows them'
+    if state.keys() - model.state_dict().keys():
+        try:
             model = convert_model(model, pool)
-        model.load_state_dict(state)
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(
-            f'{path} does not fit the configured network and pooling ({shorten(str(error), 300, placeholder=" …")}): '
-            'give the settings of its run, or the directory of the checkpoint or export, which knows them'
-        ) from error
+        except ValueError as error:
+            raise ValueError(f'{what} ({error}); {cure}') from error
+    fit_weights(model, state, what, cure)
     return model
 
 

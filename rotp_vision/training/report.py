@@ -1,4 +1,4 @@
-"""What a run shows: CSV files, tables, curves, and where the pooling looked."""
+"""What a run shows: CSV files, tables and curves."""
 
 import csv
 import io
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from rotp_vision.training.checkpoint import write_atomically
+from rotp_vision.visualize import save_figure
 
 
 class CsvLog:
@@ -81,7 +81,8 @@ def learned_weights(pools: Mapping[str, nn.Module]) -> dict[str, list[float]]:
 
 def plot_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     """Loss and accuracy over the epochs of both stages."""
-    figure, (left, right) = _figure(1, 2, (10, 4))
+    figure = Figure((10, 4), layout='constrained')
+    left, right = figure.subplots(1, 2)
     x = np.arange(1, len(epochs) + 1)
     left.plot(x, [row['train_loss'] for row in epochs], label='training', marker='.')
     left.plot(x, [row['loss'] for row in epochs], label='validation', marker='.')
@@ -94,81 +95,4 @@ def plot_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
         if first is not None and first > 1:
             axes.axvline(first - 0.5, color='grey', linestyle=':', label='ROTP from here')
         axes.legend()
-    figure.savefig(path, dpi=120)
-
-
-def plot_weights(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Each learned weight over the epochs of stage 2, relative to its start (values beside the names)."""
-    figure, axes = _figure(1, 1, (7, 4))
-    for name in dict.fromkeys((row['weight'], row['module']) for row in rows):
-        values = [row['value'] for row in rows if (row['weight'], row['module']) == name]
-        label = f'{name[0]}[{name[1]}]: {values[0]:.4g} → {values[-1]:.4g}'
-        axes.plot(range(len(values)), [value / values[0] for value in values], label=label, marker='.')
-    axes.set(xlabel='epoch of stage 2', ylabel='learned weight / its start')
-    axes.ticklabel_format(useOffset=False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize=7)
-    figure.savefig(path, dpi=120)
-
-
-@torch.no_grad()
-def where_pool_looked(model: nn.Module, pool: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, H, W) share of the pooled features that each place gives, and the (B, classes) logits.
-
-        w_n = Σ_d c_d softmax_n(log P_dn),   c_d = |f_d| / Σ_d |f_d|
-
-    the row-normalised plan, that is the weights the pooling averages with, over the features by what they contribute.
-    Average pooling has w_n = 1 / N everywhere.
-    """
-    seen: list[Tensor] = []
-    hook = pool.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
-    try:
-        logits = model(images)
-    finally:
-        hook.remove()
-    maps = seen[0]
-    rows = pool.map_log_plan(maps).softmax(-1)  # type: ignore[operator]  # (B, D, N)
-    pooled = (pool.sets(maps).to(rows.dtype) * rows).sum(-1).abs()  # type: ignore[operator]
-    share = pooled / pooled.sum(1, keepdim=True)
-    height, width = maps.shape[1:3] if getattr(pool, 'input_fmt', 'NCHW') == 'NHWC' else maps.shape[2:]
-    return torch.einsum('bd,bdn->bn', share, rows).unflatten(1, (height, width)), logits
-
-
-def plot_looked(
-    path: Path, images: Tensor, looked: Tensor, titles: Sequence[str], mean: Sequence[float], std: Sequence[float]
-) -> None:
-    """Images, and above each the places the pooling weighs more than average pooling would.
-
-    Args:
-        path: the PNG.
-        images: (B, 3, H, W) as the network sees them.
-        looked: (B, h, w) from `where_pool_looked`.
-        titles: one per image.
-        mean: of the normalisation.
-        std: of the normalisation.
-    """
-    pictures = images.cpu().float() * torch.tensor(std).view(1, 3, 1, 1) + torch.tensor(mean).view(1, 3, 1, 1)
-    pictures = pictures.clamp(0, 1).permute(0, 2, 3, 1).numpy()
-    ratio = looked.cpu().float() * looked[0].numel()  # 1 is what average pooling gives every place
-    heat = F.interpolate(ratio.unsqueeze(1), images.shape[-2:], mode='bilinear').squeeze(1).numpy()
-    figure, axes = _figure(2, len(titles), (1.7 * len(titles) + 0.8, 3.9))
-    top = max(float(heat.max()), 1.5)
-    drawn = None
-    for column, title in enumerate(titles):
-        axes[0, column].imshow(pictures[column])
-        axes[0, column].set_title(title, fontsize=8)
-        axes[1, column].imshow(pictures[column].mean(-1), cmap='gray', vmin=0, vmax=1)
-        drawn = axes[1, column].imshow(heat[column], cmap='inferno', alpha=0.7, vmin=0, vmax=top)
-        for row in (0, 1):
-            axes[row, column].set_axis_off()
-    bar = figure.colorbar(drawn, ax=axes[1, :].tolist())
-    bar.set_label('weight of a place\n(average pooling: 1)', fontsize=8)
-    figure.savefig(path, dpi=120)
-
-
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
-    """A figure and its axes that need no display and no global state."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(size, layout='constrained')
-    return figure, figure.subplots(rows, columns, squeeze=rows == 1 and columns in (1, 2))
+    save_figure(figure, path)

@@ -36,6 +36,7 @@ class Run:
     train_transform: Transform
     val_transform: Transform
     progress: Progress
+    trained: bool  # whether stage 2 starts from a network whose classifier is trained
 
     @property
     def shard(self) -> Shard:

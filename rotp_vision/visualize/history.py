@@ -16,6 +16,7 @@ SYMBOLS = {
     'sample_penalty': 'α3, sample penalty',
     'step': 'ρ, step',
     'proximal': 'τ, proximal',
+    'norm_power': 'β, power of the norm prior',
     'gain': 'gain',
 }
 

@@ -17,7 +17,7 @@ class PoolMaps(NamedTuple):
 
     path: str  # of the pool in the model
     logits: Tensor  # (B, classes), what the model returns
-    sample_marginal: Tensor  # (B, h, w) q_n = Σ_d P_dn, of mass one
+    weight: Tensor  # (B, h, w) Σ_d c_d P(n|d), c_d = |f_d| / Σ_d |f_d|: 1 / N everywhere for average pooling
     contributions: Tensor  # (B, D, h, w) g_d x_dn P(n|d), whose sum over places is the pooled feature
     average: Tensor  # (B, D, h, w) x_dn / N, the same for average pooling
     classifier: nn.Linear | nn.Conv2d | None  # the linear layer that reads the pooled features and gives the logits
@@ -55,12 +55,15 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
             sets = maps.transpose(1, 2)
             log_plan, grid = pool.log_plan(sets), _grid(sets.shape[2], *images.shape[2:])
         sets = sets.to(log_plan.dtype)
-        contributions = sets * log_plan.softmax(2)
+        rows = log_plan.softmax(2)
+        contributions = sets * rows
         if pool.gain is not None:
             contributions = contributions * pool.gain().to(contributions.dtype).view(1, -1, 1)
     if not torch.allclose(contributions.sum(2), pooled.to(contributions.dtype), rtol=1e-2, atol=_slack(pooled)):
         raise ValueError(f'the output of {path} is not its features averaged under its plan: have its heads a gain?')
 
+    # A set without any feature is averaged with the rows of all.
+    size = contributions.sum(2).abs() + torch.finfo(contributions.dtype).tiny
     after = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
     classifier, obstacle = None, ''
     if not after:
@@ -76,7 +79,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
     return PoolMaps(
         path,
         logits,
-        log_plan.exp().sum(1).unflatten(1, grid),
+        torch.einsum('bd,bdn->bn', size / size.sum(1, keepdim=True), rows).unflatten(1, grid),
         contributions.unflatten(2, grid),
         (sets / sets.shape[2]).unflatten(2, grid),
         classifier,

@@ -7,25 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import LinearSegmentedColormap, Normalize, to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from rotp_vision.layers import ROTPool
+from rotp_vision.visualize.draw import EVIDENCE_COLOURS, displayed, overlay, overlay_weight
 from rotp_vision.visualize.files import to_pixels, to_png, write_whole
 from rotp_vision.visualize.history import SYMBOLS
 from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
-
-# What is less and what is more than the middle; told apart by the colour-blind too.
-MASS_COLOURS = ('#5e3c99', '#e66101')
-EVIDENCE_COLOURS = ('#1b4f9c', '#c8102e')
 
 
 def visualize(
@@ -37,8 +29,9 @@ def visualize(
     class_index: int | None = None,
     class_names: Sequence[str] | None = None,
     data_config: Mapping[str, Any] | None = None,
+    total: int | None = None,
 ) -> list[Path]:
-    """Draws, for every image, where the plan puts its mass and what speaks for a class, beside average pooling.
+    """Draws, for every image, how much each place weighs and what speaks for a class, beside average pooling.
 
     Writes `sheet.png`, all images on one sheet, and `index.html`, a page that needs no other file, into `output`.
     Where no linear classifier follows the pool, the evidence maps are left out and the page says why.
@@ -49,8 +42,9 @@ def visualize(
         output: directory, made if it is not there.
         titles: what the images are called; None for the names of their files.
         class_index: the class that evidence is for; None for the one predicted.
-        class_names: what the classes are called.
+        class_names: what the classes are called; None for what the model's `pretrained_cfg` says, if it does.
         data_config: changes to how timm prepares images for this model: input_size, mean, std, crop_pct, …
+        total: how many images there were to choose from; the page says so where not all are drawn.
 
     Returns:
         The two files.
@@ -61,7 +55,7 @@ def visualize(
     titles = [path.name for path in paths] if titles is None else titles
     if len(titles) != len(paths):
         raise ValueError(f'titles must name every image, got {len(titles)} for {len(paths)}')
-    names = None if class_names is None else list(class_names)
+    names = _names_of(model) if class_names is None else list(class_names)
     config = resolve_data_config(dict(data_config or {}), model=model)
     transform: Any = create_transform(**config, is_training=False)
     like = next(model.parameters())
@@ -71,7 +65,7 @@ def visualize(
         with Image.open(path) as image:
             x = transform(image.convert('RGB')).unsqueeze(0)
         maps = pool_maps(model, x.to(like))
-        seen = _displayed(x[0], config['mean'], config['std'])
+        seen = displayed(x[0], config['mean'], config['std'])
         found = None if maps.classifier is None else evidence(maps, class_index)
         row = _draw_row(title, seen, maps, found, names)
         rows.append(row)
@@ -83,17 +77,19 @@ def visualize(
     write_whole(sheet, to_png(_stacked(rows)))
     pool = model.get_submodule(maps.path)
     assert isinstance(pool, ROTPool)
-    write_whole(page, _page(maps, pool, sections).encode())
+    drawn = f'{len(paths)} of {total} images are drawn.' if total is not None and total != len(paths) else ''
+    write_whole(page, _page(maps, pool, sections, drawn).encode())
     return [sheet, page]
 
 
+def _names_of(model: nn.Module) -> list[str] | None:
+    """What the model's configuration calls its classes, where it names them all."""
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    names = cfg.get('label_names') if isinstance(cfg, Mapping) else None
+    return list(names) if isinstance(names, (list, tuple)) and len(names) == cfg.get('num_classes') else None
+
+
 # Drawing
-
-
-def _displayed(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """(H, W, 3) in 0 … 1: the image as the network saw it, cropped and resized."""
-    image = x * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
-    return image.clamp(0, 1).permute(1, 2, 0).numpy()
 
 
 def _draw_row(
@@ -107,38 +103,23 @@ def _draw_row(
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
     panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9)
-    share = maps.sample_marginal[0].cpu().float() * maps.sample_marginal[0].numel()
-    places = ' × '.join(str(size) for size in share.shape)
-    panels[1].set_title(f'mass of the plan ({places} places)\n1 = as average pooling', fontsize=9)
-    _overlay(panels[1], image, share, MASS_COLOURS, 1.0)
+    places = ' × '.join(str(size) for size in maps.weight[0].shape)
+    panels[1].set_title(f'weight of a place ({places})\n1 = as average pooling', fontsize=9)
+    bars = [(panels[1], overlay_weight(panels[1], image, maps.weight[0]), 'max')]
     if found is not None:
         bias, name = float(found.bias[0]), _class_name(int(found.class_index[0]), names)
+        reach = max(float(part[0].abs().max()) for part in (found.rotp, found.average)) or 1.0
         for axes, part, pooling in (
             (panels[2], found.rotp[0].cpu().float(), 'ROTP'),
             (panels[3], found.average[0].cpu().float(), 'average pooling'),
         ):
             axes.set_title(f'{pooling}: logit {float(part.sum()) + bias:.2f}\nevidence for {name}', fontsize=9)
-            _overlay(axes, image, part, EVIDENCE_COLOURS, 0.0)
+            bars.append((axes, overlay(axes, image, part, EVIDENCE_COLOURS, (-reach, 0.0, reach)), 'neither'))
+    for axes, bar, extend in bars:
+        figure.colorbar(bar, ax=axes, shrink=0.8, pad=0.02, aspect=18, extend=extend)
     for axes in panels:
         axes.set(xticks=[], yticks=[], xlim=(-0.5, width - 0.5), ylim=(height - 0.5, -0.5))
     return to_pixels(figure)
-
-
-def _overlay(axes: Axes, image: np.ndarray, values: Tensor, colours: tuple[str, str], middle: float):
-    """A map over the grey image: the further from the middle, the less one sees of the image."""
-    height, width = image.shape[:2]
-    grey = image @ np.array([0.299, 0.587, 0.114])
-    reach = float((values - middle).abs().max()) or 1.0
-    smooth = F.interpolate(values[None, None], (height, width), mode='bilinear', align_corners=False)[0, 0]
-    offset = ((smooth - middle) / reach).numpy()
-    layer = np.empty((height, width, 4))
-    layer[..., :3] = np.where(offset[..., None] < 0, to_rgb(colours[0]), to_rgb(colours[1]))
-    layer[..., 3] = 0.85 * np.abs(offset)
-    axes.imshow(0.35 + 0.65 * grey, cmap='gray', vmin=0, vmax=1)
-    axes.imshow(layer)
-    scale = LinearSegmentedColormap.from_list('', [colours[0], 'white', colours[1]])
-    bar = ScalarMappable(Normalize(middle - reach, middle + reach), scale)
-    axes.figure.colorbar(bar, ax=axes, shrink=0.8, pad=0.02, aspect=18)
 
 
 def _short(text: str, length: int = 34) -> str:
@@ -173,7 +154,7 @@ def _section(title: str, row: np.ndarray, logits: Tensor, names: Sequence[str] |
     )
 
 
-def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str]) -> str:
+def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str], drawn: str) -> str:
     weights = ''.join(
         f'<tr><th>{html.escape(SYMBOLS.get(name, name))}</th><td>{_values(value)}</td></tr>'
         for name, value in pool.named_weights().items()
@@ -183,8 +164,8 @@ def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str]) -> str:
     else:
         told = (
             'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
-            'their sum and the bias are the logit. Each map has its own scale. Average pooling’s map is that of the '
-            'same network with average pooling in the pool’s place.'
+            'their sum and the bias are the logit. The two maps of an image have one scale. Average '
+            'pooling’s map is that of the same network with average pooling in the pool’s place.'
         )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -198,8 +179,8 @@ th, td {{ padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #ddd; font-v
 <h1>Where {html.escape(maps.path)} looks</h1>
 <p><code>{html.escape(type(pool).__name__)}({html.escape(pool.extra_repr())})</code></p>
 <table>{weights}</table>
-<p>The first map shows the sample marginal of the plan, how much of its mass each place gets; 1 is what average pooling
-gives every place, orange is more, purple is less. {told}</p>
+<p>The first map shows the weight with which each place is averaged, over the features by what they contribute; 1 is
+what average pooling gives every place, orange is more, purple is less, on one scale in all pictures. {told} {drawn}</p>
 {''.join(sections)}
 </body></html>
 """

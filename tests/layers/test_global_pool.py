@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from rotp_vision import GlobalROTPool2d, PoolOptions
+from rotp_vision import GlobalROTPool2d, PoolOptions, pool_options
 from rotp_vision.core import pool, rot_problem, solve, step_weights
 
 SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e', 'coupled': True}]
@@ -12,7 +12,7 @@ SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e', 'coupled': Tr
 
 @pytest.mark.parametrize('options', SOLVERS)
 def test_is_the_core_solver_on_the_flattened_map(options):
-    layer = GlobalROTPool2d(options)
+    layer = GlobalROTPool2d(pool_options(options, view='identity', smoothness=0.5))
     x = torch.rand(2, 6, 3, 5)
     sets = x.flatten(2)
     weights = step_weights(layer.options.modules, **layer.options.starting_weights())
@@ -32,7 +32,7 @@ def test_every_parameter_that_exists_gets_a_gradient(solver, num_modules):
 def test_one_module_is_softmax_pooling():
     x = torch.rand(2, 6, 3, 5)
     weights = (x.flatten(2) / 0.4).softmax(2)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4, view='identity'))
     torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
 
 
@@ -61,7 +61,7 @@ def test_timm_pool_protocol_and_repr():
     layer = GlobalROTPool2d('sinkhorn', flatten=True)
     assert (layer.pool_type, layer.feat_mult(), layer.is_identity(), layer.flatten) == ('rotp', 1, False, True)
     assert "solver='sinkhorn', modules=1, flatten=True, input_fmt='NCHW'" in repr(layer)
-    assert 'smoothness): PositiveWeight(0.6931)' in repr(layer)
+    assert 'smoothness): PositiveWeight(50)' in repr(layer)
     repr(GlobalROTPool2d('sinkhorn').to('meta'))
 
 
@@ -96,7 +96,7 @@ def test_mean_start_hardly_differs_from_the_mean_yet_can_leave_it():
 def test_mean_start_can_be_left_by_an_optimizer():
     """From a temperature of 50 to near max pooling within 300 steps of AdamW: the target is the maximum."""
     torch.manual_seed(0)
-    layer = GlobalROTPool2d(PoolOptions('sinkhorn', start='mean', view='rms'))
+    layer = GlobalROTPool2d(PoolOptions('sinkhorn', gain='off'))
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
     x = torch.relu(torch.randn(8, 16, 7, 7))
     target = x.amax((2, 3))

@@ -117,7 +117,7 @@ def test_sizes_of_numpy():
 def test_training_memory_is_bounded():
     """(8, 64, 112, 112), 3×3 stride 2, whose windows are twice as large: output, gradients and a chunk's work."""
     torch.set_num_threads(1)
-    pool = LocalROTPool2d('badmm-e', kernel_size=3, stride=2, padding=1)
+    pool = LocalROTPool2d('paper', kernel_size=3, stride=2, padding=1)
     x = torch.rand(8, 64, 112, 112, requires_grad=True)
     most, size = most_memory(lambda: pool(x).sum().backward()), x.untyped_storage().nbytes()
     assert most < 6 * size

@@ -9,10 +9,22 @@ from rotp_vision import PoolOptions, pool_options
 from rotp_vision.layers.options import PAPER_START
 
 
-def test_defaults_are_the_papers_imagenet_setting():
+def test_defaults_are_next_to_the_mean_on_a_scale_free_view_with_a_gain():
     options = PoolOptions()
-    assert (options.solver, options.modules, options.structure, options.prior) == ('badmm-e', 4, 0.0, 'uniform')
-    assert options.starting_weights() == {'smoothness': PAPER_START, 'step': PAPER_START}
+    assert (options.solver, options.view, options.gain, options.start) == ('badmm-e', 'rms', 'scalar', 'mean')
+    assert (options.modules, options.structure, options.prior) == (4, 0.0, 'uniform')
+    assert options.starting_weights() == {'smoothness': 50.0, 'step': 200.0}
+
+
+@pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q', 'sinkhorn'])
+def test_the_published_layer_by_every_name(solver):
+    options = PoolOptions.paper(solver)
+    assert (options.solver, options.view, options.gain, options.prior) == (solver, 'identity', 'off', 'uniform')
+    assert set(options.starting_weights().values()) == {PAPER_START}
+    assert pool_options({'preset': 'paper', 'solver': solver}) == options
+    assert pool_options('paper', solver=solver) == options
+    assert pool_options(json.loads(json.dumps(options.to_dict()))) == options
+    assert PoolOptions.paper(solver, view='rms') == pool_options('paper', solver=solver, view='rms')
 
 
 @pytest.mark.parametrize(
@@ -33,13 +45,13 @@ def test_only_weights_that_the_solver_reads_exist(options, weights):
 
 
 def test_options_from_every_form_and_back():
-    options = PoolOptions('sinkhorn', view='rms', smoothness=4.0, gain='scalar')
+    options = PoolOptions('sinkhorn', view='log', smoothness=4.0, gain='channel')
     as_json = json.loads(json.dumps(options.to_dict()))
     assert pool_options(as_json) == options
     assert pool_options(options) == options
-    assert pool_options('sinkhorn', view='rms', smoothness=4.0, gain='scalar') == options
+    assert pool_options('sinkhorn', view='log', smoothness=4.0, gain='channel') == options
     assert pool_options(None) == PoolOptions()
-    assert pool_options(options, start='mean').start == 'mean'
+    assert pool_options(options, start='paper').start == 'paper'
     with pytest.raises(dataclasses.FrozenInstanceError):
         options.solver = 'badmm-e'  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -95,8 +107,10 @@ def test_numbers_of_numpy_become_pythons():
         ({'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
         ({'view': 'raw'}, 'view must be one of identity, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
-        ({'prior': 'learned'}, 'prior must be one of uniform, attention'),
-        (3, 'pooling options must be PoolOptions, a mapping of its fields or one of'),
+        ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
+        ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),
+        ({'preset': 'papers'}, "preset must be 'paper', or left out .* got 'papers'"),
+        (3, "pooling options must be PoolOptions, a mapping of its fields, a solver .* or 'paper', got int"),
     ],
 )
 def test_bad_options(options, message):

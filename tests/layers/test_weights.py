@@ -11,7 +11,7 @@ from rotp_vision.layers.weights import AttentionPrior, PositiveWeight
 
 @pytest.mark.parametrize('learn', ['per-module', 'shared', 'fixed'])
 def test_starting_values_mean_what_they_say(learn):
-    options = PoolOptions(
+    options = PoolOptions.paper(
         'badmm-e', coupled=True, learn=learn, structure=0.2, smoothness=0.3, feature_penalty=5.0, step=1e3
     )
     layer = ROTPool(options)
@@ -37,7 +37,7 @@ def test_the_papers_start_is_the_papers_softplus():
 
 
 def test_set_weights():
-    layer = ROTPool(PoolOptions('sinkhorn', gain='scalar'))
+    layer = ROTPool('sinkhorn')
     layer.set_weights(smoothness=4.0, gain=1.5)
     assert layer.named_weights()['smoothness'].item() == pytest.approx(4.0)
     assert layer.named_weights()['gain'].item() == pytest.approx(1.5)
@@ -66,7 +66,7 @@ def test_attention_prior_is_the_papers(width):
 def test_attention_prior_reaches_the_plan():
     torch.manual_seed(0)
     layer = ROTPool(
-        PoolOptions('sinkhorn', prior='attention', smoothness=1e8, feature_penalty=1e16, sample_penalty=1e16), 4
+        PoolOptions.paper('sinkhorn', prior='attention', smoothness=1e8, feature_penalty=1e16, sample_penalty=1e16), 4
     ).double()
     x = torch.randn(2, 4, 5, dtype=torch.float64)
     attention = layer.prior(x)[1].softmax(1)

@@ -82,8 +82,8 @@ def test_native_weights_load_with_only_the_pooling_missing(native, tmp_path):
 
 
 def test_options_reach_the_pool():
-    model = small(rotp={'solver': 'sinkhorn', 'view': 'rms', 'gain': 'channel', 'smoothness': 4.0})
-    assert model.global_pool.options == PoolOptions('sinkhorn', view='rms', gain='channel', smoothness=4.0)
+    model = small(rotp={'solver': 'sinkhorn', 'view': 'log', 'gain': 'channel', 'smoothness': 4.0})
+    assert model.global_pool.options == PoolOptions('sinkhorn', view='log', gain='channel', smoothness=4.0)
     assert model.global_pool.gain.beta.shape == (512,)
     with pytest.raises(ValueError, match='unknown pooling option'):
         small(rotp={'solvr': 'sinkhorn'})
@@ -92,12 +92,20 @@ def test_options_reach_the_pool():
 
 
 def test_a_mapping_changes_the_options_of_a_variant_and_a_solver_replaces_them():
-    quadratic = timm.create_model('resnet18_rotp_q', rotp={'view': 'rms'}).global_pool.options
-    assert (quadratic.solver, quadratic.view) == ('badmm-q', 'rms')
-    stem = timm.create_model('resnet18_rotp_local', rotp_stem={'view': 'rms'}).maxpool.options
-    assert (stem.solver, stem.view, stem.smoothness) == ('sinkhorn', 'rms', 0.1)
-    assert timm.create_model('resnet18_rotp_local', rotp_stem={'solver': 'badmm-e'}).maxpool.options.smoothness != 0.1
+    quadratic = timm.create_model('resnet18_rotp_q', rotp={'view': 'log'}).global_pool.options
+    assert (quadratic.solver, quadratic.view) == ('badmm-q', 'log')
+    stem = timm.create_model('resnet18_rotp_local', rotp_stem={'view': 'log'}).maxpool.options
+    assert (stem.view, stem.start) == ('log', 'max')
     assert timm.create_model('resnet18_rotp_s', rotp='badmm-q').global_pool.options.solver == 'badmm-q'
+
+
+def test_the_published_layer_by_name():
+    assert timm.create_model('resnet18_rotp', rotp='paper').global_pool.options == PoolOptions.paper()
+    published = PoolOptions.paper('sinkhorn', view='rms')
+    for rotp in ({'preset': 'paper', 'view': 'rms'}, published):
+        assert timm.create_model('resnet18_rotp_s', rotp=rotp).global_pool.options == published
+    model = timm.create_model('resnet18_rotp_local', rotp='paper', rotp_stem='paper')
+    assert model.global_pool.options == model.maxpool.options == PoolOptions.paper()
 
 
 def test_reset_classifier_keeps_the_trained_pool():

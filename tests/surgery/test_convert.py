@@ -14,14 +14,13 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from rotp_vision import LocalROTPool2d, PoolOptions, convert, describe, find_pools, revert, rot_pools
-from rotp_vision.surgery import DEFAULT
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
 def sharpen(model):
     """Weights that a training could have found: not a start, and not the mean."""
     for pool in rot_pools(model).values():
-        pool.set_weights(smoothness=0.7)
+        pool.set_weights(step=0.7, smoothness=0.7)
 
 
 def distance(x, y):
@@ -46,7 +45,7 @@ def test_every_kind_of_network(name):
         assert model(x).shape == native.shape
 
         # In the limit it is the network that it was: the pool reads the right axes of the right tensor.
-        pool.set_weights(smoothness=1e7)
+        pool.set_weights(step=1e7)
         torch.testing.assert_close(model(x), native, rtol=1e-3, atol=1e-4 * float(native.abs().max()))
 
         sharpen(model)
@@ -88,28 +87,27 @@ def test_channels_are_known_to_the_pool(name):
     assert model(x).isfinite().all()
 
 
-def test_default_is_sinkhorn_on_a_scale_free_view():
-    assert PoolOptions('sinkhorn', view='rms', gain='scalar') == DEFAULT
+def test_default_is_the_recommended_pooling():
     model, x = make('resnet')
     native = model(x)
     (pool,) = rot_pools(convert(model, example_input=x)).values()
-    assert pool.options == PoolOptions('sinkhorn', view='rms', gain='scalar', start='mean')
+    assert pool.options == PoolOptions()
     assert distance(model(x), native) < 0.02
 
 
 @pytest.mark.parametrize(
-    ('pool', 'start', 'smoothness'),
+    ('pool', 'smoothness'),
     [
-        ('badmm-e', 'paper', 0.6931),
-        ('badmm-e', 'mean', 1000.0),
-        (PoolOptions('sinkhorn', start='paper'), None, 0.6931),
-        (PoolOptions('sinkhorn', start='paper', view='rms'), 'mean', 50.0),
-        ({'solver': 'sinkhorn', 'smoothness': 4.0}, 'mean', 4.0),
+        ('paper', 0.6931),
+        ('badmm-e', 50.0),
+        (PoolOptions('sinkhorn', start='paper'), 0.6931),
+        (PoolOptions('sinkhorn', view='identity'), 1000.0),
+        ({'solver': 'sinkhorn', 'smoothness': 4.0}, 4.0),
     ],
 )
-def test_start(pool, start, smoothness):
+def test_start(pool, smoothness):
     model, x = make('own')
-    convert(model, pool, start=start, example_input=x)
+    convert(model, pool, example_input=x)
     assert float(model.squash.named_weights()['smoothness'].flatten()[0]) == pytest.approx(smoothness, rel=1e-3)
 
 
@@ -258,7 +256,7 @@ def test_it_says_what_it_changed(caplog):
     head, rule, row = describe(model).splitlines()
     assert head.split('  ')[0].strip() == 'path'
     assert set(rule) == {'-', ' '}
-    for cell in ('squash', 'AdaptiveAvgPool2d(output_size=1)', 'GlobalROTPool2d(sinkhorn', '4', '8 × 8 × 8'):
+    for cell in ('squash', 'AdaptiveAvgPool2d(output_size=1)', 'GlobalROTPool2d(badmm-e', '9', '8 × 8 × 8'):
         assert cell in row
 
 
@@ -346,7 +344,7 @@ def test_what_is_left_alone_can_be_named():
         (lambda: convert(timm.create_model('test_resnet')), {}, 'ROT pool already; revert'),
         (lambda: convert(timm.create_model('test_mambaout')), {}, 'ROT pool already; revert'),
         (lambda: timm.create_model('test_resnet'), {'pool': 'sinkhom'}, 'solver must be one of'),
-        (lambda: timm.create_model('test_resnet'), {'start': 'max'}, 'start must be one of'),
+        (lambda: timm.create_model('test_resnet'), {'pool': {'start': 'min'}}, 'start must be one of'),
         (lambda: nn.DataParallel(Own()), {}, 'before it is wrapped'),
         (lambda: torch.compile(Own()), {}, 'before it is wrapped or compiled'),
     ],

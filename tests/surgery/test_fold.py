@@ -92,7 +92,7 @@ def test_what_cannot_be_folded_is_left_as_it_was(maker, message):
 
 def test_no_gain_and_no_values():
     with pytest.raises(ValueError, match='no ROT pool with a gain'):
-        fold_gain(convert(timm.create_model('test_resnet'), 'sinkhorn'))
+        fold_gain(convert(timm.create_model('test_resnet'), 'paper'))
     with torch.device('meta'):
         model = convert(timm.create_model('test_resnet'))
     with pytest.raises(ValueError, match='meta device'):

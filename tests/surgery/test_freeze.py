@@ -35,7 +35,7 @@ def test_only_the_pool_trains(caplog):
         model, names = frozen_network()
     assert names == [name for name, _ in model.named_parameters() if name.startswith('global_pool.')]
     assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
-    assert f'trainable parameters: 4 of {sum(p.numel() for p in model.parameters()):,}' in caplog.text
+    assert f'trainable parameters: 9 of {sum(p.numel() for p in model.parameters()):,}' in caplog.text
 
 
 def test_norm_and_dropout_rest_even_in_training_mode():
@@ -115,7 +115,7 @@ def test_data_parallel(tmp_path):
         (Own(), 'head', 'train must be one of pool, pool\\+classifier, all'),
         (convert(timm.create_model('test_resnet', num_classes=0)), 'pool+classifier', 'no classifier to train'),
         (nn.DataParallel(convert(timm.create_model('test_resnet'))), 'pool', 'before it is wrapped'),
-        (convert(timm.create_model('test_resnet'), {'learn': 'fixed'}), 'pool', "learn='fixed'"),
+        (convert(timm.create_model('test_resnet'), {'learn': 'fixed', 'gain': 'off'}), 'pool', "learn='fixed'"),
     ],
 )
 def test_errors(model, train, message):

@@ -27,7 +27,7 @@ TINY = {
     'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},
     'pool': {'options': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}},
     'stage1': {'epochs': 2, 'lr': 0.05},
-    'stage2': {'epochs': 2, 'lr': 0.05},
+    'stage2': {'epochs': 2, 'pool_lr': 0.05},
 }
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rotp_vision.training.config import RunConfig, changes, check_config, parse_config, to_dict
+from rotp_vision.training.config import RunConfig, changed_epochs, changes, check_config, parse_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / 'configs').glob('*.yaml'))
@@ -92,12 +92,30 @@ def test_changes_names_what_a_continued_run_may_not_change():
     assert changes(old, new) == ['data.workers: 8 → 3', 'stage1.lr: 0.1 → 0.2']
 
 
+def test_a_continued_run_may_have_other_epochs_where_they_are_still_to_come():
+    old, new = to_dict(RunConfig()), to_dict(RunConfig())
+    assert changed_epochs(old, new, 2, 10) == []
+    new['stage2']['epochs'] = 20
+    assert changes(old, new) == []
+    said = 'stage2.epochs: 10 → 20; the learning rate follows the schedule of 20 epochs from here on'
+    assert changed_epochs(old, new, 2, 10) == changed_epochs(old, new, 1, 90) == [said]
+    new['stage2']['epochs'] = 4
+    assert len(changed_epochs(old, new, 2, 4)) == 1
+    with pytest.raises(ValueError, match=r'stage2.epochs must be at least 5, .*, got 4'):
+        changed_epochs(old, new, 2, 5)
+    new['stage1']['epochs'] = 100
+    assert len(changed_epochs(old, new, 1, 90)) == 2
+    with pytest.raises(ValueError, match='stage 1 is over after its 90 epochs'):
+        changed_epochs(old, new, 2, 0)
+
+
 @pytest.mark.parametrize('file', CONFIGS, ids=lambda file: file.stem)
 def test_shipped_configs_parse(file):
     config = parse_config(['--config', str(file), *([] if file.stem == 'demo' else ['--data.path', '/data'])])
     if file.stem.startswith('paper'):
         assert (config.stage1.epochs, config.stage1.lr, config.stage1.weight_decay) == (90, 0.1, 1e-4)
-        assert (config.stage2.epochs, config.stage2.lr, config.stage2.train) == (10, 0.001, 'pool')
+        assert (config.stage2.epochs, config.stage2.pool_lr, config.stage2.train) == (10, 0.001, 'pool')
+        assert (config.stage2.optimizer, config.stage2.calibrate) == ('sgd', 0)
         assert config.global_batch_size == 256
         assert config.model.name == file.stem.removeprefix('paper_')
 

@@ -39,7 +39,7 @@ def test_an_export_says_nothing_of_other_weights(tmp_path, converted):
     others |= {'label_offset': 1, 'description': 'B', 'pool_size': (7, 7), 'interpolation': 'bilinear'}
     expected = {'input_size': [3, 96, 96], 'crop_pct': 1.0, 'crop_mode': 'center', 'interpolation': 'bicubic'}
     expected |= {'mean': [0.5, 0.5, 0.5], 'std': [0.25, 0.25, 0.25], 'num_classes': 5, 'fixed_input_size': False}
-    expected |= {'first_conv': 'conv1.0', 'classifier': 'fc'}
+    expected |= {'first_conv': 'conv1.0', 'classifier': 'fc', 'label_names': ['a', 'b', 'c', 'd', 'e']}
     norm = {'mean': (0.5, 0.5, 0.5), 'std': (0.25, 0.25, 0.25)}
     model = timm.create_model('test_resnet', num_classes=5, pretrained_cfg_overlay=terms | others | norm)
     if converted:
@@ -52,7 +52,8 @@ def test_an_export_says_nothing_of_other_weights(tmp_path, converted):
         )
     ):
         directory = tmp_path / f'{number}'
-        export(model, RunConfig(model=config, data=data), directory)
+        export(model, RunConfig(model=config, data=data), directory, 'abcde')
         assert json.loads((directory / 'config.json').read_text())['pretrained_cfg'] == expected | kept
         found = rotp_vision.load_pretrained(directory)
+        assert list(found.pretrained_cfg['label_names']) == ['a', 'b', 'c', 'd', 'e']
         assert all(value.equal(found.state_dict()[key]) for key, value in model.state_dict().items())

@@ -1,6 +1,9 @@
+from dataclasses import asdict
+
 import pytest
 import timm
 import torch
+import torchvision
 from safetensors.torch import save_file
 
 import rotp_vision
@@ -49,6 +52,16 @@ def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, tra
         assert load_for_evaluation(str(path), ModelConfig('resnet18'), PoolConfig(), 5).eval()(IMAGES).equal(expected)
 
 
+def test_a_checkpoint_knows_the_pooling_that_calibration_chose(tmp_path):
+    chosen = PoolConfig({'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar', 'smoothness': 0.5})
+    model = convert_model(build_model(TINY, 5), chosen).eval()
+    pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
+    config = to_dict(RunConfig(model=TINY))  # whose pooling has another view
+    directory = save_checkpoint(tmp_path, Progress(stage=2, pools=pools), config, model.state_dict(), {'ema': None}, 2)
+    for path in (directory, directory / 'model.safetensors'):
+        assert load_for_evaluation(str(path), TINY, PoolConfig(), 5).eval()(IMAGES).equal(model(IMAGES))
+
+
 def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path):
     pool = PoolConfig({'solver': 'badmm-e', 'view': 'rms', 'gain': 'channel'})
     model = convert_model(build_model(TINY, 5), pool).eval()
@@ -61,7 +74,7 @@ def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path
         (ModelConfig('resnet18'), pool, 5),
         (ModelConfig('test_vit'), pool, 5),  # whose class token is not converted
     ):
-        with pytest.raises(ValueError, match=r'does not fit the configured .*: give the settings of its run'):
+        with pytest.raises(ValueError, match=r'(?s)does not fit the configured .*give the settings of its run'):
             load_for_evaluation(path, config, other, classes)
 
 
@@ -71,6 +84,55 @@ def test_the_moving_average_is_what_is_evaluated(tmp_path, trained):
     directory = save_checkpoint(tmp_path, Progress(), config, trained.state_dict(), {'ema': ema}, 2)
     found = load_for_evaluation(str(directory), TINY, PoolConfig(), 5)
     assert found.fc.weight.equal(ema['fc.weight'])
+
+
+@pytest.mark.parametrize('name', ['test_resnet', 'test_efficientnet', 'torchvision:shufflenet_v2_x0_5'])
+def test_weights_of_other_classes_start_a_network_with_a_new_classifier(tmp_path, name):
+    config = ModelConfig(name, checkpoint=str(tmp_path / 'mine.safetensors'))
+    trained = build_model(ModelConfig(name), 5).state_dict()
+    save_file(trained, tmp_path / 'mine.safetensors')
+    with pytest.raises(ValueError, match=r'mine.safetensors has 5 classes, the data 3: .*pool\+classifier'):
+        build_model(config, 3)
+    said: list[str] = []
+    torch.manual_seed(1)
+    model = build_model(config, 3, new_classifier=True, notify=said.append)
+    assert said == ['mine.safetensors has 5 classes, the data 3: the classifier starts anew']
+    torch.manual_seed(1)
+    untrained = build_model(ModelConfig(name), 3).state_dict()
+    for key, value in model.state_dict().items():
+        kept = trained[key].shape == value.shape and 'classifier' not in key and key != 'fc.bias'
+        assert value.equal(trained[key] if kept else untrained[key]), key
+    # As many classes as there are: nothing to say.
+    said.clear()
+    build_model(config, 5, new_classifier=True, notify=said.append)
+    assert not said
+
+
+def test_published_weights_of_torchvision_can_have_another_classifier(monkeypatch):
+    published = build_model(ModelConfig('torchvision:resnet18'), 5)
+    get_model = torchvision.models.get_model
+    monkeypatch.setattr(
+        torchvision.models,
+        'get_model',
+        lambda name, weights=None, **kwargs: published if weights else get_model(name, **kwargs),
+    )
+    config = ModelConfig('torchvision:resnet18', pretrained=True)
+    assert build_model(config, 5) is published
+    with pytest.raises(ValueError, match='torchvision:resnet18 has 5 classes, the data 3'):
+        build_model(config, 3)
+    said: list[str] = []
+    model = build_model(config, 3, new_classifier=True, notify=said.append)
+    assert said == ['torchvision:resnet18 has 5 classes, the data 3: the classifier starts anew']
+    assert model.fc.out_features == 3
+    assert model.conv1.weight.equal(published.conv1.weight)
+
+
+def test_other_weights_are_refused_in_a_few_lines(tmp_path, trained):
+    save_file(trained.state_dict(), tmp_path / 'mine.safetensors')
+    with pytest.raises(ValueError, match=r'(?s)mine.safetensors does not fit resnet18:.*choose the network') as info:
+        build_model(ModelConfig('resnet18', checkpoint=str(tmp_path / 'mine.safetensors')), 5)
+    assert len(str(info.value)) < 1100
+    assert str(info.value).count('\n') < 7
 
 
 def test_unknown_names_are_refused_with_near_ones():

@@ -120,6 +120,23 @@ def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
     assert_same(run, uninterrupted)
 
 
+def test_a_finished_run_can_be_made_longer(tmp_path):
+    """Its end is that of a run of so many epochs from the beginning, where the learning rate does not depend on it."""
+    settings = changed(TINY, stage1__epochs=1, stage2__epochs=1)
+    run, long = Run(tmp_path / 'a', settings), Run(tmp_path / 'b', changed(settings, stage2__epochs=2))
+    assert run.run() == 0, run.text
+    assert run.run('--resume', 'auto', '--stage2.epochs', '2') == 0, run.text
+    assert 'stage2.epochs: 1 → 2; the learning rate follows the schedule of 2 epochs from here on' in run.text
+    assert long.run() == 0, long.text
+    assert_same(run, long)
+    size = len(run.text)
+    assert run.run('--resume', 'auto', '--stage1.epochs', '2', '--stage2.epochs', '2') == 1
+    assert 'stage 1 is over' in run.text[size:]
+    assert run.run('--resume', 'auto') == 1  # the configuration's 1 epoch
+    assert 'stage2.epochs must be at least 2' in run.text[size:]
+    assert 'Traceback' not in run.text
+
+
 def test_a_last_step_that_broke_the_network_is_said(tmp_path):
     """Whose loss nobody trains on any more."""
     run = Run(tmp_path, changed(TINY, stage1__lr=1e30, stage1__epochs=1, stage2__epochs=0, global_batch_size=32))

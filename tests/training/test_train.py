@@ -3,18 +3,21 @@
 import csv
 import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 import rotp_vision
+from rotp_vision.training.config import PoolStageConfig
 from tests.training.runs import ROOT, TINY, Run, Stop, changed
-from train_imagenet import without_resume
+from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
@@ -22,7 +25,7 @@ GROUP_NORM = changed(
     data__val_images=19,
     model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
-    stage2={'epochs': 1, 'lr': 0.05, 'cache_features': True},
+    stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True, 'calibrate': 0},
 )
 
 
@@ -50,13 +53,18 @@ def single(tmp_path_factory):
     return run
 
 
-def test_two_processes_follow_the_same_curve(tmp_path, single):
-    run = Run(tmp_path, GROUP_NORM)
+def in_two_processes(run):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
     command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
     environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_two_processes_follow_the_same_curve(tmp_path, single):
+    run = Run(tmp_path, GROUP_NORM)
+    done = in_two_processes(run)
     assert '8 = 2 processes × 1 × 4' in done.stdout
     assert done.stdout.count('Learned weights') == 1  # one process speaks
     # Stage 2 reads maps from the cache, in float16: of such a map any value may be rounded the other way.
@@ -67,12 +75,33 @@ def test_two_processes_follow_the_same_curve(tmp_path, single):
         assert float(ours['loss']) == pytest.approx(float(theirs['loss']), abs=1e-4)
 
 
+def table(text):
+    """Rows of the last table of a run: title → loss."""
+    rows = [line.split('│')[1:-1] for line in text.split('Validation')[-1].splitlines() if line.startswith('│')]
+    return {row[0].strip(): float(row[3]) for row in rows if len(row) == 5}
+
+
+@pytest.mark.parametrize('cached', [False, True])
+def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
+    """Each evaluates a half of the images: with another view on one of them, another loss would come out."""
+    settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
+    settings['pool']['options'] = {'solver': 'sinkhorn', 'view': 'identity', 'gain': 'scalar', 'smoothness': 1e-3}
+    run = Run(tmp_path, settings)
+    rows = table(in_two_processes(run).stdout)
+    assert list(rows)[:2] == ['native pooling', 'average + gain']
+    assert rows['ROTP sinkhorn calibrated'] == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
+    assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
+    ((_, loss),) = table(run.text).items()
+    assert loss == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
+
+
 def test_a_finished_run_has_all_it_promises(single):
     for name in ('curves.png', 'weights.png', 'looked.png'):
         assert min(Image.open(single.output / name).size) > 100
     assert 'native pooling' in single.text
     assert 'ROTP sinkhorn' in single.text
     assert 'global_pool.gain' in single.text
+    assert re.search(r'The plan uses 1[\d.]+ of 16 places', single.text)
     model = rotp_vision.load_pretrained(single.output / 'export')
     state = load_file(single.checkpoints[-1] / 'model.safetensors')
     assert all(value.equal(state[name]) for name, value in model.state_dict().items())
@@ -189,3 +218,35 @@ def test_from_scratch_with_rotp_in_low_precision(tmp_path):
     run = Run(tmp_path, settings)
     assert run.run('--mixed_precision', 'bf16') == 0, run.text
     assert len(metrics(run)) == 2
+
+
+@pytest.mark.parametrize('train', ['pool', 'pool+classifier', 'all'])
+def test_the_pooling_has_a_learning_rate_of_its_own(train):
+    options = {'solver': 'badmm-e', 'gain': 'channel', 'prior': 'attention', 'prior_width': 4}
+    model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3), options)
+    names = rotp_vision.freeze(model, train)
+    settings = PoolStageConfig(
+        lr=0.2, pool_lr=0.05, train=train, weight_decay=0.1, schedule='cosine', min_lr=0.02, warmup_epochs=1, epochs=3
+    )
+    optimizer = make_optimizer(model, settings)
+    parameters = dict(model.named_parameters())
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group['params']}
+    assert len(groups) == sum(len(group['params']) for group in optimizer.param_groups) == len(names)
+    for name in names:
+        group = groups[id(parameters[name])]
+        assert group['pooling'] == name.startswith('global_pool.')
+        # Matrices decay, those of a learned prior among them; scalars and what else has one axis do not.
+        assert group['weight_decay'] == (0.1 if parameters[name].dim() > 1 else 0.0), name
+
+    def curves(optimizer):
+        scheduler = make_scheduler(optimizer, settings, steps=10)
+        for update in range(30):
+            scheduler.step_update(update)
+            yield learning_rates(optimizer)
+
+    plain = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.05 if train == 'pool' else 0.2)
+    for rates, expected in zip(curves(optimizer), curves(plain), strict=True):
+        if train == 'pool':
+            assert rates == {'lr': None, 'pool_lr': expected['lr']}
+        else:
+            assert rates == {'lr': expected['lr'], 'pool_lr': 0.25 * expected['lr']}

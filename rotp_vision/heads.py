@@ -1,0 +1,173 @@
+"""What goes into the global pooling of a model, and what the model makes of its output."""
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
+from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.fold import run_layers
+
+CHUNK = 64  # images that go through a head, or a pooling, at a time
+
+GlobalPool = GlobalROTPool2d | ROTSetPool
+
+
+def find_global_pool(model: nn.Module) -> tuple[str, GlobalPool]:
+    """The one global ROT pooling of a model, of maps or of tokens, and its path."""
+    pools = {path: pool for path, pool in rot_pools(model).items() if isinstance(pool, GlobalPool)}
+    if len(pools) != 1:
+        raise ValueError(
+            f'the model must have one global ROT pooling, got {len(pools)}: convert it first '
+            "(rotp_vision.convert(model), where='global')"
+        )
+    return next(iter(pools.items()))
+
+
+def sets_of(pool: GlobalPool, x: Tensor) -> Tensor:
+    """The input of the pool as sets (B, D, N)."""
+    return pool.sets(x) if isinstance(pool, GlobalROTPool2d) else x.transpose(1, 2)
+
+
+@contextmanager
+def evaluating(model: nn.Module):
+    """The model in eval mode without gradients, every module's own mode restored afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class Collected(NamedTuple):
+    """What a pool got for some images, and what the model made of it."""
+
+    sets: list[Tensor]  # (b, D, N) chunks
+    targets: Tensor  # (images,)
+    logits: Tensor  # (images, classes) with the pooling as it is
+    image_shape: torch.Size  # (C, H, W)
+
+
+def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, Tensor]], max_images: int) -> Collected:
+    """One pass of a model in eval mode over at most `max_images` of a loader; sets are kept in float16 if large."""
+    device = next(model.parameters()).device
+    seen: list[tuple] = []
+    hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args))
+    sets, targets, logits, shape = [], [], [], None
+    count = 0
+    try:
+        for batch in loader:
+            images, labels = _checked(batch)
+            shape = shape or images.shape[1:]
+            if images.shape[1:] != shape:
+                raise ValueError(
+                    f'loader must give images of one size, got {tuple(shape)} and {tuple(images.shape[1:])}'
+                )
+            keep = min(len(images), max_images - count)
+            logits.append(model(images[:keep].to(device)).float())
+            features, *others = seen.pop()
+            if any(other is not None for other in others):
+                raise ValueError('a pooling of masked sets cannot be looked at from outside; pool sets without masks')
+            features = sets_of(pool, features)
+            large = features[0].numel() * max_images > 2**27 and features.abs().max() < 6e4
+            sets.extend((features.half() if large else features).split(CHUNK))
+            targets.append(labels[:keep].to(device))
+            num_classes = logits[-1].shape[1]
+            if not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+                raise ValueError(
+                    f'labels of the loader must be class indices from 0 to {num_classes - 1}, as the model has '
+                    f'{num_classes} classes, got {int(labels.min())} to {int(labels.max())}'
+                )
+            count += keep
+            if count >= max_images:
+                break
+    finally:
+        hook.remove()
+    if shape is None:
+        raise ValueError('loader must give at least one batch of (images, class indices), got none')
+    return Collected(sets, torch.cat(targets), torch.cat(logits), shape)
+
+
+def _checked(batch: Any) -> tuple[Tensor, Tensor]:
+    """Images and class indices of a batch of the loader, if that is what it holds."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
+    images, labels = batch
+    if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
+        got = f'{images.dtype} {tuple(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(
+            f"images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got {got}"
+        )
+    labels = torch.as_tensor(labels)
+    if labels.shape != images.shape[:1] or labels.is_floating_point():
+        raise ValueError(
+            f'labels of the loader must be class indices ({len(images)},), got {labels.dtype} {tuple(labels.shape)}'
+        )
+    return images, labels.long()
+
+
+class Head:
+    """What follows the pooling, as a function of the pooled features (B, D) alone.
+
+    The modules that run after the pool are run once more, one after the other; where that is not what the model does
+    (its `forward` may do more in between), the whole model runs, with the pooled features put in.
+
+    Attributes:
+        affine: whether the logits are an affine function of the pooled features: then one pass gives them at any gain.
+        scale_free: whether a gain changes nothing, as before a layer norm.
+    """
+
+    def __init__(self, model: nn.Module, pool: GlobalPool, collected: Collected):
+        self.model, self.pool, self.image_shape = model, pool, collected.image_shape
+        self.dtype = next(model.parameters()).dtype
+        ran, _ = run_layers(model, (collected.targets.new_zeros(1, *self.image_shape, dtype=self.dtype),))
+        pools = [place for place, call in enumerate(ran) if call.module is pool]
+        self.modules = [call.module for call in ran[pools[-1] + 1 :]]
+        pooled = pool.pool_sets(collected.sets[0].float())
+        logits = collected.logits[: len(pooled)]
+        tolerance = 1e-2 * float(logits.nan_to_num().std()) + 1e-6
+
+        def same(a: Tensor, b: Tensor) -> bool:
+            return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=tolerance, equal_nan=True)
+
+        try:
+            fits = same(self(pooled), logits)
+        except (RuntimeError, TypeError):
+            fits = False
+        if not fits:
+            self.modules = []
+            fits = same(self(pooled), logits)
+        if not fits:
+            raise ValueError(
+                'the outputs of the network must depend on its last map or tokens through the global pooling alone; '
+                'those of this one do not'
+            )
+        some = pooled[:8]
+        self.zero = self(torch.zeros_like(some[:1]))
+        once, twice = self(some), self(2 * some)
+        self.affine = same(twice - once, once - self.zero)
+        self.scale_free = same(twice, once)
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        return torch.cat([self._run(chunk.to(self.dtype)) for chunk in pooled.split(CHUNK)]).float()
+
+    def _run(self, pooled: Tensor) -> Tensor:
+        if not self.modules:
+            hook = self.pool.register_forward_hook(lambda *_: self._shaped(pooled))
+            try:
+                return self.model(pooled.new_zeros(len(pooled), *self.image_shape))
+            finally:
+                hook.remove()
+        x = self._shaped(pooled)
+        for module in self.modules:
+            x = module(x.flatten(1) if isinstance(module, nn.Linear) else x)
+        return x.flatten(1)
+
+    def _shaped(self, pooled: Tensor) -> Tensor:
+        return self.pool.shaped(pooled) if isinstance(self.pool, GlobalROTPool2d) else pooled

@@ -1,0 +1,127 @@
+"""Where stage 2 starts: the pooling as training images have it, and what simpler poolings make of the same images."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from rotp_vision.calibration import Calibration, calibrate
+from rotp_vision.heads import find_global_pool, sets_of
+from rotp_vision.layers import GlobalROTPool2d
+from rotp_vision.surgery import rot_pools
+from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
+from rotp_vision.training.data import Batch, ValImages, chosen_loader
+from rotp_vision.training.run import Run
+from rotp_vision.training.sources import StreamSource
+
+NUM_IMAGES = 512  # on which the simpler poolings are fitted where the pooling itself is not calibrated
+BATCH = 64
+# Right predictions beyond which a loss on the training images says nothing: it falls with every gain, while that on
+# others rises.
+KNOWN = 0.99
+
+
+def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, tuple[float, float]]:
+    """Calibrates the pooling of `model` as stage2.calibrate says; all processes end with the same.
+
+    Returns:
+        The simpler poolings that were fitted beside it, by title: power of the mean, and gain.
+    """
+    copied = copy.deepcopy(model)
+    report, problem = _fitted(run, copied, maps)
+    if report is None:
+        run.console.print(f'the pooling starts as configured, not calibrated: {problem}', soft_wrap=True, markup=False)
+        return {}
+    if run.config.stage2.calibrate:
+        path, _ = find_global_pool(copied)
+        run.console.print(f'\n{replace(report, path=path)}\n', soft_wrap=True, markup=False)
+        calibrated = {
+            path: (asdict(pool.options), {name: value.cpu() for name, value in pool.state_dict().items()})
+            for path, pool in rot_pools(copied).items()
+        }
+        for path, (options, weights) in run.host.gather(calibrated)[0].items():
+            pool = rot_pools(model)[path]
+            pool.set_options(options)
+            pool.load_state_dict(weights)
+    simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
+    if maps is not None and report.gem.power is not None:
+        simpler[report.gem.name] = (report.gem.power, report.gem.gain)
+    return simpler
+
+
+def average_gain(run: Run, model: nn.Module, maps: FeatureCache | None) -> float | None:
+    """The gain that training images give average pooling in the place of the pool; None where they cannot tell."""
+    report, _ = _fitted(run, copy.deepcopy(model), maps, views=('rms',), priors=('uniform',))
+    return None if report is None else report.average_gain.gain
+
+
+def _fitted(
+    run: Run, model: nn.Module, maps: FeatureCache | None, **search: Any
+) -> tuple[Calibration, None] | tuple[None, str]:
+    """The model calibrated by the main process, with the report on all of them; or why that is of no use."""
+    count = run.config.stage2.calibrate or NUM_IMAGES
+    if not run.trained:
+        return None, 'the classifier is not trained yet'
+    if isinstance(run.train, StreamSource):
+        return None, 'a stream has no sample of training images'
+    report, problem, broken = None, '', list[str]()
+    if run.main:
+        batches = _training_images(run, maps, count, broken)
+        try:
+            report = calibrate(
+                PoolAndClassifier(model) if maps and maps.as_evaluated else model,
+                ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
+                max_images=count,
+                **search,
+            )
+        except ValueError as error:
+            problem = str(error)
+    report, problem = run.host.gather((report, problem))[0]
+    run.note_broken(broken)
+    if report is not None and report.average.top1 >= KNOWN:
+        problem = (
+            f'the network is right on {100 * report.average.top1:.1f} % of its training images, so that no gain is too '
+            'large for them; stage2.label_smoothing holds it back in training'
+        )
+        report = None
+    return (None, problem) if report is None else (report, None)
+
+
+def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: list[str]) -> Iterator[Batch]:
+    """Training images, or their maps, as evaluation sees them; the same for every run of the seed."""
+    assert not isinstance(run.train, StreamSource)
+    order = np.random.default_rng((run.config.seed, len(run.train))).permutation(len(run.train))[:count].tolist()
+    # The batch does not depend on the number of processes: neither does, then, what rounding makes of a choice.
+    chosen = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
+    if maps is not None and maps.as_evaluated:
+        yield from (maps.train[0][indices] for indices in chosen)
+        return
+    for batch in chosen_loader(ValImages(run.train, run.val_transform), run.config.data, chosen):
+        broken += batch.broken
+        yield batch
+
+
+@contextmanager
+def simpler_pooling(model: nn.Module, power: float, gain: float) -> Iterator[None]:
+    """The model with the mean of powers, with a gain, in the place of its global ROT pool's plan."""
+    _, pool = find_global_pool(model)
+
+    def pool_simply(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        pooled = gain * _mean(sets_of(pool, args[0]), power)
+        return pool.shaped(pooled) if isinstance(pool, GlobalROTPool2d) else pooled
+
+    hook = pool.register_forward_hook(pool_simply)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _mean(sets: Tensor, power: float) -> Tensor:
+    if power == 1:
+        return sets.mean(2)
+    return sets.clamp_min(1e-6).pow(power).mean(2).pow(1 / power)

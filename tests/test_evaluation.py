@@ -1,0 +1,69 @@
+"""What is said of a pooling beside average pooling."""
+
+import math
+
+import pytest
+import timm
+import torch
+
+import rotp_vision
+from rotp_vision.evaluation import counted_places, places_sentence, places_used
+from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
+from rotp_vision.layers.hierarchical_pool import MAX_POOL, MEAN_POOL
+
+MAPS = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(('options', 'expected'), [(MEAN_POOL, 24.0), (MAX_POOL, 1.0)])
+def test_average_pooling_uses_all_places_and_max_pooling_one(options, expected):
+    used = places_used(GlobalROTPool2d(options).double(), MAPS)
+    torch.testing.assert_close(used, torch.full((3,), expected, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize('layout', ['NCHW', 'NHWC', 'NLC', 'mixed'])
+def test_places_by_their_definition(layout):
+    options = {'solver': 'sinkhorn', 'smoothness': 0.7, 'sample_penalty': 0.1}
+    sets = MAPS.flatten(2)
+    if layout == 'NLC':
+        pool, maps = ROTSetPool(options).double(), sets.transpose(1, 2)
+        plan = pool.log_plan(sets).detach()
+    elif layout == 'mixed':
+        pool, maps = MixedROTPool2d([options, MEAN_POOL]).double(), MAPS
+        plan = pool.map_log_plan(maps).detach()
+    else:
+        pool = GlobalROTPool2d(options, input_fmt=layout).double()
+        maps = MAPS if layout == 'NCHW' else MAPS.permute(0, 2, 3, 1)
+        plan = pool.map_log_plan(maps).detach()
+    for image, used in enumerate(places_used(pool, maps).tolist()):
+        total, parts = 0.0, 0.0
+        for d in range(5):
+            weights = plan[image, d].exp() / plan[image, d].exp().sum()
+            entropy = -sum(w * math.log(w) for w in weights.tolist())
+            share = abs(float((weights * sets[image, d]).sum()))
+            total, parts = total + share, parts + share * math.exp(entropy)
+        assert used == pytest.approx(parts / total, rel=1e-9)
+        assert 1 < used < 24
+
+
+def test_maps_without_any_feature_are_averaged():
+    used = places_used(GlobalROTPool2d(), torch.zeros(1, 5, 4, 6))
+    torch.testing.assert_close(used, torch.tensor([24.0]))
+
+
+def test_places_are_counted_in_forward_passes_and_the_model_is_left_as_it_was():
+    model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3)).eval()
+    with torch.no_grad(), counted_places(model) as places:
+        for size in (2, 3):
+            model(torch.rand(size, 3, 96, 96))
+    assert [len(used) for used in places.used] == [2, 3]
+    assert places.total == 9
+    assert not model.global_pool._forward_pre_hooks
+    with counted_places(timm.create_model('test_resnet')) as places:
+        pass
+    assert places.used == []
+
+
+def test_a_plan_within_a_hundredth_of_uniform_is_called_average_pooling():
+    assert places_sentence(48.9, 49) == 'The plan uses 48.9 of 49 places: the pooling is still average pooling.'
+    assert 'still average' not in places_sentence(48.4, 49)
+    assert places_sentence(12.345, 49).startswith('The plan uses 12.3 of 49 places; ')
