@@ -214,10 +214,10 @@ def test_layers_keep_half_precision(solver):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        got = GlobalROTPool2d({'solver': solver, 'backend': 'triton'})(x)
+        got = GlobalROTPool2d({'solver': solver, 'view': 'identity', 'backend': 'triton'})(x)
     assert got.dtype == torch.float16
     assert [tensor.dtype for tensor in saved if tensor.numel() == x.numel()] == [torch.float16]
-    expected = GlobalROTPool2d({'solver': solver, 'backend': 'torch'})(x.detach())
+    expected = GlobalROTPool2d({'solver': solver, 'view': 'identity', 'backend': 'torch'})(x.detach())
     torch.testing.assert_close(got.detach(), expected, rtol=2e-3, atol=2e-3)
     assert torch.autograd.grad(got.sum(), x)[0].dtype == torch.float16
 
