@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from benchmarks.tables import to_csv, to_markdown, write_text
 from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
-from rotp_vision.surgery.convert import DEFAULT
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -53,11 +52,11 @@ SOLVERS = {
 }
 
 
-# Layers as users get them: what `convert` puts in, and other views and solvers with a gain.
+# Layers as users get them: the default, then other views and solvers with a gain.
 LAYERS = {
-    'GlobalROTPool2d as convert puts it in': DEFAULT,
+    'GlobalROTPool2d, the default': {},
     'GlobalROTPool2d, sinkhorn, view log, gain': {'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar'},
-    'GlobalROTPool2d, badmm-e, view rms, gain': {'solver': 'badmm-e', 'view': 'rms', 'gain': 'scalar'},
+    'GlobalROTPool2d, sinkhorn, view rms, gain': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar'},
     'GlobalROTPool2d, badmm-e, view log, gain': {'solver': 'badmm-e', 'view': 'log', 'gain': 'scalar'},
 }
 
