@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +60,7 @@ from rotp_vision.training.config import (
     parse_config,
     to_dict,
 )
-from rotp_vision.training.data import Batch, split_batch, steps_per_epoch, train_loader, transforms
+from rotp_vision.training.data import Batch, Transform, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
     build_model,
@@ -74,34 +74,34 @@ from rotp_vision.training.processes import (
     KeptBuffers,
     LossWatch,
     check_launch,
+    check_trackers,
+    exit_status,
+    hold,
     random_state,
     seed_all,
     set_random_state,
     share_buffers,
     stop_signals,
 )
-from rotp_vision.training.run import Run, fail
-from rotp_vision.training.sources import open_sources
+from rotp_vision.training.run import Run, fail, fail_once, fail_together, is_first_process, num_launched
+from rotp_vision.training.sources import Source, StreamSource, data_changes, inventory, open_sources
 
 Rates = dict[str, float | None]
 DRY_STEPS = 4  # of each stage; the first warms up and is not timed
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    # Configuration. Whatever can be wrong with it, the data or the checkpoint is found before any GPU is touched.
+    # Configuration. Whatever can be wrong with it, the data or the checkpoint is found before any GPU is touched; of
+    # several processes, which must first find each other to say together what is wrong, before the model is made.
     config = parse_config(args)
     only_looking = config.dry_run or config.evaluate is not None
-    checkpoint, warnings = None, []
+    found, problem = None, None
     try:
-        train, val = open_sources(config.data, config.seed)
-        num_classes = len(train.classes)
-        check_beginning(config)
-        if config.evaluate is None:
-            steps_per_epoch(len(train), config.global_batch_size)
-        if not only_looking:
-            checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
+        found = open_inputs(config, only_looking)
     except (ValueError, OSError) as error:
-        fail(error)
+        problem = error
+        if num_launched() == 1:
+            fail(error)
 
     # Processes
     if config.deterministic:
@@ -118,41 +118,53 @@ def main(args: Sequence[str] | None = None) -> None:
         )
         check_launch(accelerator)
     except (ValueError, RuntimeError) as error:
-        fail(error)
+        fail_once(error)
+    host = HostGroup(accelerator)
+    fail_together(host, problem)
+    assert found is not None
+    train, val, checkpoint, warnings = found
+    num_classes = len(train.classes)
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
     for warning in warnings:
         console.print(f'[yellow]warning:[/] {escape(warning)}', soft_wrap=True)
     stored_config = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     if checkpoint is not None and (lines := changes(checkpoint.config, stored_config)):
-        fail('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
+        fail_once('a continued run must keep its settings; these differ from the checkpoint:\n  ' + '\n  '.join(lines))
     news, anew = list[str](), list[str]()
     if checkpoint is not None:
         point = checkpoint.progress
         try:
             news += changed_epochs(checkpoint.config, stored_config, point.stage, point.epoch + bool(point.step))
         except ValueError as error:
-            fail(error)
+            fail_once(error)
+
+    data = {'train': inventory(train), 'val': inventory(val)}
+    if checkpoint is not None and (lines := data_changes(checkpoint.progress.data, data)):
+        if not config.allow_changed_data:
+            problem = ValueError(
+                'the images are not those that the run began with:\n  ' + '\n  '.join(lines) + '\nGive it those, or '
+                'continue with these by --allow-changed-data'
+            )
+        else:
+            console.print('[yellow]warning:[/] ' + escape('; '.join(lines)), soft_wrap=True)
+
+    fail_together(host, problem)
 
     # Model, on every process from the same seed
     seed_all(config.seed)
-    try:
-        for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
-            size = split_batch(config.global_batch_size, accelerator.num_processes, stage.accumulation)
-            if (stage.mixup or stage.cutmix) and size % 2:
-                raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
-        with accelerator.main_process_first():
-            if config.evaluate is not None:
-                model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
-            else:
-                trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
-                model = build_model(config.model, num_classes, new_classifier=trains, notify=anew.append)
-                check_stages(config, model)
-        train_transform, val_transform = transforms(config.data, *normalization(model))
-    except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
-        fail(error)
+    made = None
+    with accelerator.main_process_first():
+        try:
+            made = make_model(config, num_classes, accelerator.num_processes, anew.append)
+        except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
+            problem = error
+    fail_together(host, problem)
+    assert made is not None
+    model, train_transform, val_transform = made
     for line in (*news, *(anew if checkpoint is None else ())):
         console.print(line, soft_wrap=True, markup=False)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
+    progress.data = data
 
     # An evaluation has nothing to save: a signal ends it.
     with contextlib.nullcontext([]) if config.evaluate is not None else stop_signals() as stop:
@@ -160,7 +172,7 @@ def main(args: Sequence[str] | None = None) -> None:
             config=config,
             stored_config=stored_config,
             accelerator=accelerator,
-            host=HostGroup(accelerator),
+            host=host,
             console=console,
             stop=stop,
             train=train,
@@ -179,16 +191,52 @@ def main(args: Sequence[str] | None = None) -> None:
     accelerator.end_training()
 
 
+def open_inputs(
+    config: RunConfig, only_looking: bool
+) -> tuple[Source | StreamSource, Source | StreamSource, Checkpoint | None, list[str]]:
+    """The data, and the checkpoint to go on from with warnings about others; ValueError or OSError if any is wrong."""
+    train, val = open_sources(config.data, config.seed)
+    check_beginning(config)
+    if config.evaluate is None:
+        steps_per_epoch(len(train), config.global_batch_size)
+    if only_looking:
+        return train, val, None, []
+    check_trackers(config.trackers)
+    if Path(config.output).is_dir() and is_first_process():
+        hold(Path(config.output))
+    return train, val, *find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
+
+
+def make_model(
+    config: RunConfig, num_classes: int, processes: int, notify: Callable[[str], object]
+) -> tuple[nn.Module, Transform, Transform]:
+    """The model, and what it has done to images in training and in evaluation; `notify` is told of what starts anew."""
+    for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
+        size = split_batch(config.global_batch_size, processes, stage.accumulation)
+        if (stage.mixup or stage.cutmix) and size % 2:
+            raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
+    if config.evaluate is not None:
+        model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
+    else:
+        trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
+        model = build_model(config.model, num_classes, new_classifier=trains, notify=notify)
+        check_stages(config, model)
+    return model, *transforms(config.data, *normalization(model))
+
+
 def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> None:
     """Whatever of the two stages is still to be done, then the report."""
     config, progress = run.config, run.progress
     if run.main and not config.dry_run:
         try:
             run.output.mkdir(parents=True, exist_ok=True)
+            hold(run.output)
             clear_leftovers(run.output)
             write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
         except OSError as error:
             fail(f'cannot write to --output {run.output}: {error}')
+        except ValueError as error:
+            fail(error)
     if config.trackers and not config.dry_run:
         run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
     if checkpoint is not None:
@@ -282,7 +330,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                 problem = str(error)
         problems = [text for text in host.gather(problem) if text]
         if problems:
-            fail(problems[0])
+            fail_once(problems[0])
 
     # Loop
     logs = Logs(run) if run.main and not config.dry_run else None
@@ -291,6 +339,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     buffers = KeptBuffers(model)
     watch = LossWatch(accelerator.device)
     offset = config.stage1.epochs * steps if stage == 2 else 0  # of the trackers' axis
+    saved = time.monotonic()  # when the last checkpoint was
 
     for epoch in range(progress.epoch, settings.epochs):
         wrapped.train()
@@ -331,7 +380,8 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             value = watch.read()
             finite = math.isfinite(value)
             share = value / run.shard.processes if finite else 0.0
-            mean_loss, infinite, stopping, news = host.sum(share, not finite, bool(run.stop), bool(broken))
+            late = run.main and 0 < 60 * config.checkpoint_minutes <= time.monotonic() - saved
+            mean_loss, infinite, stopping, news, due = host.sum(share, not finite, bool(run.stop), bool(broken), late)
             rates = learning_rates(optimizer)
             if news:
                 run.note_broken(broken)
@@ -339,7 +389,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                 buffers.restore()
                 if not config.dry_run:
                     save()
-                fail(
+                fail_once(
                     f'the loss is not finite at stage {stage}, epoch {epoch + 1}, step {progress.step + 1}, learning '
                     f'rate {rates["lr"] or rates["pool_lr"]:.3g}. The state before that step is checkpoint '
                     f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start '
@@ -371,9 +421,10 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                 logs.step(stage, epoch, mean_loss, rates, speed, data_time / elapsed)
                 shown = {f'train/{name}': rate for name, rate in rates.items() if rate is not None}
                 accelerator.log({'train/loss': mean_loss, **shown}, step=offset + updates + 1)
-            due = config.checkpoint_every and progress.step % config.checkpoint_every == 0
+            due = due or (config.checkpoint_steps and progress.step % config.checkpoint_steps == 0)
             if due or stopping or progress.step == steps:
                 save()
+                saved = time.monotonic()
             if stopping:
                 bar.close()
                 leave(run)
@@ -598,11 +649,11 @@ def without_resume(args: Sequence[str]) -> list[str]:
 
 def leave(run: Run) -> NoReturn:
     """Ends a run that a signal stopped, with everything saved."""
-    cause = run.stop[0] if run.stop else 'a signal to another process'
+    cause = next(name for names in run.host.gather(run.stop) for name in names)
     run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
     run.console.print(f'  python {shlex.join(without_resume(sys.argv))} --resume auto', soft_wrap=True, markup=False)
     run.accelerator.end_training()
-    raise SystemExit(0)
+    raise SystemExit(exit_status(cause))
 
 
 if __name__ == '__main__':

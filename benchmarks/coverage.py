@@ -25,9 +25,9 @@ from torch import nn
 from tqdm import tqdm
 
 import rotp_vision
-from rotp_vision.layers import pool_options
+from rotp_vision.layers import PoolOptions
 from rotp_vision.surgery.classes import native_class
-from rotp_vision.surgery.convert import DEFAULT, replace_pools
+from rotp_vision.surgery.convert import replace_pools
 from rotp_vision.surgery.find import example_inputs
 
 HERE = Path(__file__).parent
@@ -107,7 +107,7 @@ def count_one(name: str) -> dict:
         pools = rotp_vision.find_pools(model)
         result['local'] = dict(collections.Counter(pool.old for pool in pools if pool.kind == 'local'))
         result['local_replaceable'] = sum(pool.kind == 'local' and not pool.reason for pool in pools)
-        replace_pools(model, pools, pool_options(DEFAULT, start='mean'), 'global')
+        replace_pools(model, pools, PoolOptions(), 'global')
         with torch.no_grad():
             ran = run_of_pools(model, lambda: model(*inputs))
         output = ran.pop('output')

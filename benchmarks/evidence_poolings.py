@@ -65,14 +65,14 @@ class MeanMax(nn.Module):
 
 
 def _rot(solver: Any, **options: Any) -> Callable[[int], nn.Module]:
-    return lambda num_features: GlobalROTPool2d(PoolOptions(solver, **options), num_features)
+    return lambda num_features: GlobalROTPool2d(PoolOptions.paper(solver, **options), num_features)
 
 
 def _near_mean(solver: Any, view: str, gain: str = 'scalar', **options: Any) -> Callable[[int], nn.Module]:
     return _rot(solver, start='mean', view=view, gain=gain, **options)
 
 
-_SINKHORN_RMS = PoolOptions('sinkhorn', start='mean', view='rms', smoothness=4.0)
+_SINKHORN_RMS = PoolOptions('sinkhorn', gain='off', smoothness=4.0)
 # Starts to choose from: temperatures as multiples of the spread of what the plan sees, powers of GeM, shares of the
 # mean in mean-max, and the gain of each.
 MULTIPLES = (64.0, 16.0, 8.0, 4.0, 2.0, 1.0)

@@ -7,12 +7,14 @@ builds the networks. Its path is an argument of every command that needs it.
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from datasets import load_dataset
+from PIL import Image, ImageFilter
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 from tqdm import tqdm
 
@@ -57,6 +59,11 @@ def build(network: Network, data: Path) -> nn.Module:
     return getattr(module, network.builder)().eval()
 
 
+def _rows(network: Network, data: Path):
+    path = str(data / 'images' / f'{network.images}.parquet')
+    return load_dataset('parquet', data_files=path, split='train').shuffle(seed=0)
+
+
 def images_of(network: Network, data: Path, limit: int | None = None, columns: tuple[str, ...] = ()):
     """The network's images in a fixed shuffled order, transformed, with labels: a map-style data set."""
     transform = transforms.Compose(
@@ -67,8 +74,7 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
             transforms.Normalize(network.mean, network.std),
         ]
     )
-    path = str(data / 'images' / f'{network.images}.parquet')
-    images = load_dataset('parquet', data_files=path, split='train').shuffle(seed=0)
+    images = _rows(network, data)
     images = images.select(range(min(limit or len(images), len(images))))
     images.set_transform(
         lambda rows: {
@@ -80,13 +86,39 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
     return images
 
 
-def maps_of(network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None) -> tuple[Tensor, Tensor]:
-    """(images, C, H, W) float16 maps before the global pooling, and labels; made once and kept in `cache`."""
-    path = cache / f'{network.builder}-{network.images}-{limit or "all"}.pt'
+class SmallObjects(Dataset):
+    """Photos shrunk to half the side of what a network sees, each at a random place of another photo, blurred."""
+
+    def __init__(self, network: Network, data: Path, count: int):
+        self.label, self.size, self.count = network.label, network.size, count
+        self.images = _rows(network, data)
+        self.crop = transforms.Compose([transforms.Resize(network.resize), transforms.CenterCrop(network.size)])
+        self.finish = transforms.Compose([transforms.ToTensor(), transforms.Normalize(network.mean, network.std)])
+        self.places = np.random.default_rng(1).integers(0, network.size // 2 + 1, (count, 2)).tolist()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row, other = self.images[index], self.images[(self.count + index) % len(self.images)]
+        canvas = self.crop(other['image'].convert('RGB')).filter(ImageFilter.GaussianBlur(8))
+        small = self.crop(row['image'].convert('RGB')).resize((self.size // 2,) * 2, Image.Resampling.BICUBIC)
+        canvas.paste(small, tuple(self.places[index]))
+        return {'x': self.finish(canvas), 'y': row[self.label]}
+
+
+def maps_of(
+    network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None, small: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(images, C, H, W) float16 maps before the global pooling, and labels; made once and kept in `cache`.
+
+    With `small`, of `SmallObjects`, 1,500 unless limited.
+    """
+    path = cache / f'{network.builder}-{network.images}{"-small" if small else ""}-{limit or "all"}.pt'
     if path.exists():
         kept = torch.load(path, weights_only=True)
         return kept['maps'], kept['labels']
-    images = images_of(network, data, limit)
+    images = SmallObjects(network, data, limit or 1500) if small else images_of(network, data, limit)
     maps, labels = [], []
     with torch.inference_mode():
         for batch in tqdm(DataLoader(images, batch_size=50), desc=f'maps of {network.name}'):  # pyright: ignore

@@ -26,14 +26,14 @@ from rotp_vision.training.generated import CLASSES, generate
 SIZE = 64
 RADII = (0.04, 0.055, 0.075, 0.1, 0.14, 0.2)  # in parts of the image's side
 WIDTHS = (16, 32, 48, 48)
-SINKHORN = PoolOptions('sinkhorn', start='mean', view='rms', gain='scalar', smoothness=4.0)
+SINKHORN = PoolOptions('sinkhorn', smoothness=4.0)
 LONGER = ', 3 times as long'
 FITTED_AFTERWARDS = 'average, then Sinkhorn rms fitted'
 
 FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
     'average': Average,
     'Sinkhorn rms, gain': lambda: GlobalROTPool2d(SINKHORN),
-    'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions()),
+    'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions.paper()),
     'max': lambda: nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten()),
     'average' + LONGER: Average,
     'Sinkhorn rms, gain' + LONGER: lambda: GlobalROTPool2d(SINKHORN),

@@ -22,8 +22,6 @@ import rotp_vision
 from rotp_vision.training.cache import CachedMaps, PoolAndClassifier, shard_file, write_shard
 from rotp_vision.training.data import Batch, Shard
 
-POOL = {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar', 'start': 'mean'}
-
 
 def make_step(module: nn.Module, load: Callable[[], tuple[Tensor, Tensor]]) -> Callable[[], None]:
     """One optimizer step on what `load` gives."""
@@ -56,7 +54,7 @@ def main() -> None:
     def build(train: str) -> nn.Module:
         model = timm.create_model(args.model).to(device, memory_format=torch.channels_last)
         if train != 'native':
-            rotp_vision.freeze(rotp_vision.convert(model, POOL, start=None), train)  # type: ignore[arg-type]
+            rotp_vision.freeze(rotp_vision.convert(model), train)  # type: ignore[arg-type]
         return model
 
     with tempfile.TemporaryDirectory() as directory:

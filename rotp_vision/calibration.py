@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import rot_pool, rot_problem, view_of
-from rotp_vision.heads import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 from rotp_vision.layers import PoolOptions
 from rotp_vision.layers.options import MEAN_START, View
 from rotp_vision.layers.weights import ModuleWeights, log_norm
+from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 
 Metric = Literal['loss', 'top1']
 TriedPrior = Literal['uniform', 'norm']
@@ -227,7 +227,7 @@ def calibrate(
     )
 
 
-def _row(name: str, judged: '_Judged', average: '_Judged', average_gain: '_Judged') -> Row:
+def _row(name: str, judged: 'Judged', average: 'Judged', average_gain: 'Judged') -> Row:
     return Row(
         name,
         judged.gain,
@@ -252,12 +252,12 @@ def _exceeds(ours: Tensor, theirs: Tensor) -> bool:
     return difference > error
 
 
-def _is_better(ours: '_Judged', theirs: '_Judged', metric: Metric) -> bool:
+def _is_better(ours: 'Judged', theirs: 'Judged', metric: Metric) -> bool:
     return _exceeds(ours.right, theirs.right) if metric == 'top1' else _exceeds(theirs.loss, ours.loss)
 
 
-def _sentence(chosen: '_Judged', average_gain: '_Judged', gem: '_Judged') -> str:
-    def compared(name: str, peer: '_Judged') -> str:
+def _sentence(chosen: 'Judged', average_gain: 'Judged', gem: 'Judged') -> str:
+    def compared(name: str, peer: 'Judged') -> str:
         loss, top1 = _difference(chosen.loss, peer.loss), _difference(chosen.right, peer.right)
         points = f'{100 * top1[0]:+.1f} ± {100 * top1[1]:.1f} points'
         return f'{name} by {loss[0]:+.4f} ± {loss[1]:.4f} of cross-entropy and {points} of top-1'
@@ -330,13 +330,53 @@ class _Curve(NamedTuple):
         return math.exp(float(self.log_gains[place]) + beyond * step)
 
 
-class _Judged(NamedTuple):
+class Judged(NamedTuple):
     """How a pooling does on each image by what was fitted on the other half of the images."""
 
     loss: Tensor  # (images,)
     right: Tensor  # (images,)
     found: Any  # fitted on all images: a `Setting`, or a power of GeM
     gain: float  # likewise
+
+
+def _gain_curve(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> _Curve:
+    """How pooled features (images, D) do at every gain, or at gain one alone."""
+    logits = head(pooled)
+
+    def at(log_gains: Tensor) -> _Curve:
+        losses, rights = [], []
+        for gain in log_gains.exp().tolist():
+            if head.affine:
+                scaled = torch.lerp(head.zero, logits, gain)
+            else:
+                scaled = logits if gain == 1.0 else head(gain * pooled)
+            target = scaled.gather(1, targets[:, None]).squeeze(1)
+            losses.append(scaled.logsumexp(1) - target)
+            rights.append((target >= scaled.amax(1)).float())  # argmax takes ten times as long
+        return _Curve(log_gains, torch.stack(losses), torch.stack(rights))
+
+    if not with_gain or head.scale_free:
+        return at(torch.zeros(1))
+    coarse = at(0.4 * torch.arange(-8, 8))
+    return at(coarse.log_gains[coarse.best()[0]] + 0.1 * torch.arange(-4, 5)) if head.affine else coarse
+
+
+def _cross_fit(images: Tensor, fit: Callable[[Tensor], Any], curve_of: Callable[[Any], _Curve]) -> Judged:
+    """What `fit` finds on each half of the images, judged on the other, and what it finds on all."""
+    loss, right = torch.empty(len(images)), torch.empty(len(images))
+    for fitted, others in ((images[::2], images[1::2]), (images[1::2], images[::2])):
+        curve = curve_of(fit(fitted))
+        judged = curve.of(others).at(*curve.of(fitted).best())
+        loss[others.cpu()], right[others.cpu()] = judged[0].cpu(), judged[1].cpu()
+    found = fit(images)
+    curve = curve_of(found)
+    return Judged(loss, right, found, curve.gain(*curve.best()))
+
+
+def judge_pooled(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> Judged:
+    """Pooled features (images, D) with a gain that is fitted on each half of the images and judged on the other."""
+    curve = _gain_curve(head, pooled, targets, with_gain)
+    return _cross_fit(torch.arange(len(targets), device=targets.device), lambda images: None, lambda _: curve)
 
 
 class _Search:
@@ -348,18 +388,19 @@ class _Search:
         self.images = torch.arange(len(self.targets), device=self.targets.device)
         self.known: dict[Setting, _Curve] = {}
 
-    def judge_average(self, with_gain: bool) -> _Judged:
-        curve = self._curve(torch.cat([sets.float().mean(2) for sets in self.sets]), with_gain)
-        return self._judge(lambda images: None, lambda _: curve)
+    def judge_average(self, with_gain: bool) -> Judged:
+        return judge_pooled(self.head, torch.cat([sets.float().mean(2) for sets in self.sets]), self.targets, with_gain)
 
-    def judge_gem(self) -> _Judged:
+    def judge_gem(self) -> Judged:
         def pooled(power: float) -> Tensor:
             return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
 
-        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
-        return self._judge(lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__)
+        curves = {power: _gain_curve(self.head, pooled(power), self.targets) for power in _GEM_POWERS}
+        return _cross_fit(
+            self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
+        )
 
-    def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> _Judged:
+    def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> Judged:
         spreads = self._spreads(views)
         coarse = [
             Setting(view, multiple * spreads[view], power)
@@ -372,19 +413,7 @@ class _Search:
             best = min(coarse, key=lambda setting: self._cost(self.known[setting], images))
             return self._refined(best, images, prior)
 
-        return self._judge(fit, self.known.__getitem__)
-
-    def _judge(self, fit: Callable[[Tensor], Any], curve_of: Callable[[Any], _Curve]) -> _Judged:
-        """What `fit` finds on each half of the images, judged on the other, and what it finds on all."""
-        loss, right = torch.empty(len(self.images)), torch.empty(len(self.images))
-        even, odd = self.images[::2], self.images[1::2]
-        for images, others in ((even, odd), (odd, even)):
-            curve = curve_of(fit(images))
-            judged = curve.of(others).at(*curve.of(images).best())
-            loss[others.cpu()], right[others.cpu()] = judged[0].cpu(), judged[1].cpu()
-        found = fit(self.images)
-        curve = curve_of(found)
-        return _Judged(loss, right, found, curve.gain(*curve.best()))
+        return _cross_fit(self.images, fit, self.known.__getitem__)
 
     def _refined(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
         """What a local search from `best` finds: along each axis as far as it helps, then once more by half steps."""
@@ -445,27 +474,8 @@ class _Search:
                 weights = ModuleWeights(options).to(x.device)()
                 pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
         for setting, chunks in pooled.items():
-            self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
-
-    def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
-        logits = self.head(pooled)
-
-        def at(log_gains: Tensor) -> _Curve:
-            losses, rights = [], []
-            for gain in log_gains.exp().tolist():
-                if self.head.affine:
-                    scaled = torch.lerp(self.head.zero, logits, gain)
-                else:
-                    scaled = logits if gain == 1.0 else self.head(gain * pooled)
-                target = scaled.gather(1, self.targets[:, None]).squeeze(1)
-                losses.append(scaled.logsumexp(1) - target)
-                rights.append((target >= scaled.amax(1)).float())  # argmax takes ten times as long
-            return _Curve(log_gains, torch.stack(losses), torch.stack(rights))
-
-        if not with_gain or self.head.scale_free:
-            return at(torch.zeros(1))
-        coarse = at(0.4 * torch.arange(-8, 8))
-        return at(coarse.log_gains[coarse.best()[0]] + 0.1 * torch.arange(-4, 5)) if self.head.affine else coarse
+            with_gain = self.options.gain != 'off'
+            self.known[setting] = _gain_curve(self.head, torch.cat(chunks), self.targets, with_gain)
 
     def _spreads(self, views: Sequence[View]) -> dict[View, float]:
         """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from rotp_vision import bench
 from rotp_vision.calibration import Metric, calibrate
-from rotp_vision.evaluation import ImageFiles, compare
+from rotp_vision.evaluation import ImageFiles, compare, image_batches
 from rotp_vision.hub import (
     build,
     fit_weights,
@@ -52,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
     _add_source(command)
+    command.add_argument('--random-weights', action='store_true', help='convert a network that nobody has trained')
     command.add_argument(
         '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
@@ -156,6 +158,13 @@ def _convert(args: argparse.Namespace):
     if args.image_size is not None and not args.calibrate:
         raise ValueError('--image-size goes with --calibrate')
     model = _load(args)
+    weights = args.checkpoint or args.pretrained or args.model.startswith('hf-hub:') or Path(args.model).is_dir()
+    if bool(weights) == args.random_weights:
+        raise ValueError(
+            f'{args.model} comes with weights: leave --random-weights out'
+            if weights
+            else f'{args.model} alone has random weights: give --checkpoint or --pretrained, or say --random-weights'
+        )
     where = args.where[0] if args.where[0] in ('global', 'local', 'all') and len(args.where) == 1 else args.where
     convert(model, options, where=where)
     print(describe(model))
@@ -209,7 +218,7 @@ def _inspect(args: argparse.Namespace):
     for pool in find_pools(model):
         shape = ' × '.join(str(size) for size in pool.input_shape[1:])
         verdict = pool.reason or 'yes'
-        table.add_row(pool.path, pool.kind, pool.old, shape, verdict)
+        table.add_row(*map(escape, (pool.path, pool.kind, pool.old, shape, verdict)))
     Console().print(table)
 
 
@@ -236,20 +245,33 @@ def _verify(args: argparse.Namespace):
         args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, num_classes_of(model)
         original = _load(args)
     images = ImageFiles(args.images, _transform(model), args.limit)
-    loader = DataLoader(images, batch_size=args.batch_size, num_workers=args.workers)
+    batches = image_batches(images, args.batch_size, args.workers)
     unlabelled = images.why_no_labels(num_classes_of(model))
-    result = compare(original, model, loader, not unlabelled, args.device)
-    if result.top1 is None or result.top5 is None:
+    total = -(-len(images) // args.batch_size)
+    result = compare(original, model, batches, not unlabelled, args.device, total)
+    if unlabelled:
         print(f'no accuracies: {unlabelled}')
     else:
-        table = Table('', 'original', 'converted')
-        table.add_row('top-1 %', *(f'{100 * value:.2f}' for value in result.top1))
-        table.add_row('top-5 %', *(f'{100 * value:.2f}' for value in result.top5))
+        table = Table('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')
+        rows = {'original': result.original, 'average + gain': result.average_gain, 'converted': result.converted}
+        for name, score in rows.items():
+            if score is not None:
+                top5 = '' if score.top5 is None else f'{100 * score.top5:.2f}'
+                table.add_row(name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5)
         Console().print(table)
+        if result.average_gain is not None:
+            print('average + gain: average pooling with a gain fitted on the other half of these images')
     print(
         f'{result.num_images} images: same prediction {100 * result.agreement:.2f} %, '
         f'largest logit difference {result.largest_difference:.4g}'
     )
+    if result.gain is not None and result.gain != 1.0:
+        print(
+            f'the gain of {result.gain:.4g} scales the logits; to those of the original scaled alike the largest '
+            f'difference is {result.beyond_gain:.4g}'
+        )
+    if result.places:
+        print(result.places)
 
 
 def _visualize(args: argparse.Namespace):

@@ -2,20 +2,25 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
-from rotp_vision.layers import ROTSetPool
+from rotp_vision.calibration import judge_pooled
+from rotp_vision.images import UnreadableImage, open_image
+from rotp_vision.layers import ROTPool, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, sets_of
 
 
 class ImageFiles(Dataset):
@@ -46,11 +51,7 @@ class ImageFiles(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """The image, and the index of its class folder (-1 where there is none)."""
         path = self.files[index]
-        try:
-            with Image.open(path) as image:
-                tensor = (self.transform or pil_to_tensor)(image.convert('RGB'))
-        except (OSError, SyntaxError) as error:  # the latter of some broken PNGs
-            raise ValueError(f'{path} is not an image that can be read: {error}') from error
+        tensor = (self.transform or pil_to_tensor)(open_image(path))
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1
 
@@ -66,14 +67,55 @@ class ImageFiles(Dataset):
         return ''
 
 
+class Score(NamedTuple):
+    """How a network does on labelled images; accuracies as shares."""
+
+    loss: float
+    top1: float
+    top5: float | None
+
+
+class _Told(Dataset):
+    """Samples of a dataset; one that cannot be read is told as it is, where an error would come from a data worker with
+    its traceback."""
+
+    def __init__(self, dataset: ImageFiles):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | UnreadableImage:
+        try:
+            return self.dataset[index]
+        except UnreadableImage as error:
+            return error
+
+
+def _collate(samples: list[Any]) -> Any:
+    return next((sample for sample in samples if isinstance(sample, Exception)), None) or default_collate(samples)
+
+
+def image_batches(images: ImageFiles, batch_size: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of images and labels in the order of their names; UnreadableImage at the first that cannot be read."""
+    for batch in DataLoader(_Told(images), batch_size, num_workers=workers, collate_fn=_collate):
+        if isinstance(batch, UnreadableImage):
+            raise batch
+        yield batch
+
+
 class Comparison(NamedTuple):
-    """Two networks on the same images; accuracies as (original, converted), None without labels."""
+    """Two networks on the same images."""
 
     num_images: int
-    top1: tuple[float, float] | None
-    top5: tuple[float, float] | None
+    original: Score | None  # None without labels, as the next two
+    average_gain: Score | None  # average pooling with a gain fitted on the other half of the images
+    converted: Score | None
     agreement: float
     largest_difference: float
+    gain: float | None  # that the logits of the converted network are scaled by, if its head is linear
+    beyond_gain: float | None  # largest difference of its logits to those of the original scaled alike
+    places: str  # how far the plan is from uniform, in words
 
 
 def compare(
@@ -82,26 +124,62 @@ def compare(
     loader: Iterable[tuple[Tensor, Tensor]],
     labelled: bool,
     device: torch.device | str = 'cpu',
+    total: int | None = None,
 ) -> Comparison:
-    """Both networks, in eval mode, on every image of the loader."""
+    """Both networks, in eval mode, on every image of the loader, of `total` batches if that is known."""
     networks = [original.to(device).eval(), converted.to(device).eval()]
-    hits = torch.zeros(2, 2, dtype=torch.float64)  # networks × (top-1, top-5)
-    count, agreed, largest = 0, 0, 0.0
-    with torch.inference_mode():
-        for images, labels in tqdm(loader, desc='comparing', unit='batch'):
+    batches = iter(loader)
+    first = next(batches)
+    head = _head(converted, first[0].to(device))
+    gain = None if head is None or not head.affine else _scalar_gain(head.pool)
+    sums = torch.zeros(2, 3, dtype=torch.float64)  # networks × (loss, top-1, top-5)
+    count, agreed, largest, beyond = 0, 0, 0.0, 0.0
+    means: list[Tensor] = []
+    targets: list[Tensor] = []
+    hook = None
+    if head is not None:
+        pool = head.pool
+        hook = pool.register_forward_pre_hook(lambda _, args: means.append(sets_of(pool, args[0]).mean(2)))
+    with torch.inference_mode(), counted_places(converted) as places:
+        for images, labels in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
             logits = [network(images.to(device)).float().cpu() for network in networks]
             if logits[0].shape != logits[1].shape:
                 raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
             count += len(images)
+            targets.append(labels)
             agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
             largest = max(largest, float((logits[0] - logits[1]).abs().max()))
-            for i, one in enumerate(logits):
-                correct = one.topk(min(5, one.shape[1]), 1).indices == labels[:, None]
-                hits[i] += torch.stack([correct[:, 0].sum(), correct.any(1).sum()])
-    if not labelled:
-        return Comparison(count, None, None, agreed / count, largest)
-    (top1, top5), (new_top1, new_top5) = (hits / count).tolist()
-    return Comparison(count, (top1, new_top1), (top5, new_top5), agreed / count, largest)
+            if head is not None and gain is not None:
+                scaled = torch.lerp(head.zero.cpu(), logits[0], gain)
+                beyond = max(beyond, float((scaled - logits[1]).abs().max()))
+            for i, one in enumerate(logits if labelled else []):
+                right = one.topk(min(5, one.shape[1]), 1).indices == labels[:, None]
+                loss = F.cross_entropy(one, labels, reduction='sum')
+                sums[i] += torch.stack([loss, right[:, 0].sum(), right.any(1).sum()])
+        average_gain = None
+        if hook is not None and head is not None:
+            hook.remove()
+            if labelled and count > 1:
+                judged = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
+                average_gain = Score(float(judged.loss.mean()), float(judged.right.mean()), None)
+    old, new = (Score(*row) if labelled else None for row in (sums / count).tolist())
+    told = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
+    share = agreed / count
+    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, told)
+
+
+def _head(model: nn.Module, images: Tensor) -> Head | None:
+    """What follows the global ROT pool of a model, if it has one and the outputs depend on it alone."""
+    try:
+        _, pool = find_global_pool(model)
+        return Head(model, pool, collect(model, pool, [(images, torch.zeros(len(images), dtype=torch.long))], CHUNK))
+    except ValueError:
+        return None
+
+
+def _scalar_gain(pool: ROTPool) -> float | None:
+    gain = pool.named_weights().get('gain')
+    return float(gain) if gain is not None and gain.numel() == 1 else None
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
 """Saving converted models in timm's format, and loading them in one line."""
 
 import difflib
+import inspect
 import json
 import os
 import re
+import sys
 import tempfile
 import textwrap
 import warnings
@@ -51,6 +53,37 @@ def build(name: str, **kwargs: Any) -> nn.Module:
     return torchvision.models.get_model(name.removeprefix(TORCHVISION), weights=None, **kwargs)
 
 
+# What timm's networks take by their entry points rather than their classes.
+_OF_ENTRY_POINTS = {'bn_momentum', 'bn_eps', 'bn_tf', 'drop_connect_rate', 'use_naflex'}
+# What has a network read or fetch weights.
+_OF_LOADING = {*inspect.signature(timm.create_model).parameters, 'weights', 'weights_backbone', 'progress'}
+
+
+def refuse_foreign(name: str, arguments: Mapping[str, Any]):
+    """ValueError unless a description that came with weights is of a network by a name known here, and made with
+    arguments of its own: others could fetch something, or read another file.
+    """
+    try:
+        if name.startswith(TORCHVISION):
+            builder: Any = torchvision.models.get_model_builder(name.removeprefix(TORCHVISION))
+        else:
+            builder = timm.model_entrypoint(name) if ':' not in name else None
+    except (ValueError, KeyError, AttributeError, RuntimeError):
+        builder = None
+    if builder is None:
+        raise ValueError(f'the network of a description must be known to timm or torchvision by name, got {name!r}')
+    module = sys.modules[builder.__module__]
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and (issubclass(value, nn.Module) or value.__module__ == module.__name__)
+    ]
+    known = {argument for cls in classes for argument in inspect.signature(cls.__init__).parameters}
+    foreign = sorted(set(arguments) - (known | _OF_ENTRY_POINTS) | set(arguments) & _OF_LOADING)
+    if foreign:
+        raise ValueError(f'the description of {name} has arguments that are not of a network: {", ".join(foreign)}')
+
+
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint file: safetensors, or a pickle that holds nothing but tensors and plain values.
 
@@ -67,7 +100,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     if not Path(path).is_file():
         raise ValueError(f'there is no checkpoint file at {path}')
     try:
-        state = load_state_dict(str(path))
+        state = load_state_dict(str(path), weights_only=True)
     except RuntimeError as error:
         reason = str(error).split(' No automatic')[0]
         raise ValueError(
@@ -298,8 +331,16 @@ def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False)
 def _write_weights(model: nn.Module, path: Path) -> Path:
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path, metadata={'format': 'pt'})
+    open_by_umask(path)
     _sync(path)
     return path
+
+
+def open_by_umask(path: Path):
+    """Lets others read a file as far as the umask does; safetensors makes it for its owner alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def _sync(path: Path):
@@ -326,10 +367,20 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
         json.loads(config.read_text())['architecture']
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{config} is not what save_pretrained wrote: {error!r}') from error
+    _refuse_pickle(Path(directory))
     try:
         return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
     except SafetensorError as error:
         raise ValueError(f'the weights in {directory} cannot be read, the file may not be whole: {error}') from error
+
+
+def _refuse_pickle(directory: Path):
+    """Where there is no safetensors file, timm takes the first of any other kind."""
+    if not (directory / 'model.safetensors').is_file():
+        raise ValueError(
+            f'{directory} has no model.safetensors, and other weights in it are not read: convert what is trusted '
+            'with read_state_dict, or --checkpoint'
+        )
 
 
 def native_of(directory: str | Path) -> tuple[str | None, dict[str, Any]]:
@@ -386,7 +437,10 @@ def rotp_converted(
         folded: paths of the pools whose gain was folded.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
+    refuse_foreign(base, base_args or {})
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
+    if pretrained and cfg.source == 'local-dir':
+        _refuse_pickle(Path(cfg.file or ''))
     kwargs.pop('pretrained_model_args', None)  # of timm from 1.0.31 on: those of config.json, which are ours
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:

@@ -64,7 +64,7 @@ def test_convert_with_options_and_calibration(place, capsys):
 
 @pytest.mark.parametrize(('word', 'coupled'), [('true', True), ('True', True), ('false', False), ('False', False)])
 def test_set_reads_booleans(place, tmp_path, word, coupled):
-    command = ['convert', '--model', 'test_resnet', '--pool', 'badmm-e', '--set', f'coupled={word}']
+    command = ['convert', '--model', 'test_resnet', '--random-weights', '--pool', 'badmm-e', '--set', f'coupled={word}']
     assert run(*command, '--set', 'prior_width=null', '--output', tmp_path / 'new') == 0
     (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
     assert pool.options.coupled is coupled
@@ -82,7 +82,8 @@ def test_set_reads_booleans(place, tmp_path, word, coupled):
     ],
 )  # fmt: skip
 def test_options_come_from_one_place(tmp_path, arguments, options):
-    assert run('convert', '--model', 'test_resnet', *arguments, '--output', tmp_path / 'new') == 0
+    command = ['convert', '--model', 'test_resnet', '--random-weights', *arguments]
+    assert run(*command, '--output', tmp_path / 'new') == 0
     (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
     assert pool.options == options
 
@@ -114,6 +115,22 @@ def test_verify_and_revert(place, saved, capsys):
     assert run('verify', '--model', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
     assert 'has no class folders' in capsys.readouterr().out
 
+
+def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
+    """A gain by itself scales the logits: it is named, and average pooling is shown with one as well."""
+    model = rotp_vision.load_pretrained(saved)
+    model.global_pool.set_weights(gain=0.25)
+    rotp_vision.save_pretrained(model, tmp_path / 'gain')
+    assert run('verify', '--model', tmp_path / 'gain', '--images', place / 'images', '--workers', 0) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split('│')[1].strip(): line.split('│')[2:5] for line in shown.splitlines() if line.count('│') > 3}
+    assert list(rows) == ['original', 'average + gain', 'converted']
+    assert all(float(loss) > 0 for loss, *_ in rows.values())
+    largest = float(re.search(r'largest logit difference (\S+)', shown)[1])
+    beyond = float(re.search(r'the gain of 0.25 scales the logits; .* difference is (\S+)', shown)[1])
+    assert beyond < 0.1 * largest
+    assert re.search(r'The plan uses \S+ of \d+ places: the pooling is still average pooling', shown)
+
     assert run('revert', '--model', saved, '--output', place / 'reverted.safetensors') == 0
     native, reverted = load_file(place / 'native.safetensors'), load_file(place / 'reverted.safetensors')
     assert native.keys() == reverted.keys()
@@ -131,7 +148,7 @@ def test_verify_and_revert(place, saved, capsys):
         (['convert', '--model', 'test_resnet', '--num-classes', '-3', '--output', '{place}/new'],
          '--num-classes must be positive, or 0 for no classifier, got -3'),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
-        (['convert', '--model', 'test_vit', '--output', '{place}/new'], 'class token'),
+        (['convert', '--model', 'test_vit', '--random-weights', '--output', '{place}/new'], 'class token'),
         (['convert', '--model', 'torchvision:resnet17', '--output', '{place}/new'], 'not a classification model'),
         (['convert', '--model', 'test_resnet', '--output', '{place}/converted'], 'exists; choose another --output'),
         (['convert', '--model', 'test_vit2', '--checkpoint', '{place}/native.safetensors', '--output', '{place}/new'],
@@ -143,7 +160,8 @@ def test_verify_and_revert(place, saved, capsys):
         (['verify', '--model', '{place}/converted', '--images', '{place}/images', '--limit', '0'],
          'at least one image'),
         (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'weights of its own'),
-        (['convert', '--model', 'torchvision:resnet18', '--calibrate', '{place}/images', '--output', '{place}/new'],
+        (['convert', '--model', 'torchvision:resnet18', '--random-weights', '--calibrate', '{place}/images',
+          '--output', '{place}/new'],
          'has 3 class folders, the network 1000'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/native.safetensors'],
          'exists; choose another --output, or overwrite it with --force'),
@@ -159,7 +177,7 @@ def test_errors_say_what_to_do(place, saved, capsys, command, message):
 
 
 def test_a_converted_directory_is_converted_further(place):
-    command = ['convert', '--model', 'test_resnet', '--num-classes', 3, '--where', 'local']
+    command = ['convert', '--model', 'test_resnet', '--random-weights', '--num-classes', 3, '--where', 'local']
     assert run(*command, '--output', place / 'local') == 0
     assert run('convert', '--model', place / 'local', '--set', 'start=paper', '--output', place / 'both') == 0
     pools = rotp_vision.rot_pools(rotp_vision.load_pretrained(place / 'both'))

@@ -282,3 +282,12 @@ def test_weights_over_epochs(tmp_path):
         plot_weights(table)
     with pytest.raises(ValueError, match='at least one weight'):
         plot_weights([])
+
+
+def test_names_are_no_formulas(tmp_path):
+    model = Net(GlobalROTPool2d('sinkhorn'))
+    Image.new('RGB', (32, 32)).save(tmp_path / '$_$.png')
+    settings = {'input_size': (3, 32, 32)}
+    names = ['$_$', '$x', '\\frac$', '$_{$']
+    for path in visualize(model, [tmp_path / '$_$.png'], tmp_path, class_names=names, data_config=settings):
+        assert path.stat().st_size > 0

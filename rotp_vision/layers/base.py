@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
-from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
 from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
 
 
@@ -27,6 +27,8 @@ class ROTPool(nn.Module):
 
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
         super().__init__()
+        if num_features is not None:
+            num_features = positive_integer('num_features', num_features)
         self.num_features = num_features
         self.is_part = False  # of another pool, which then speaks for it where weights are loaded
         self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the layers that read it

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
+import torch
+
 from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName, View
 
 Start = Literal['mean', 'max', 'paper']
@@ -19,6 +21,7 @@ PAPER_START = 0.6931471805599453
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
 # The temperature at which pooling is all but the maximum, against values whose spread is about one.
 MAX_START = 0.01
+FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 
 
@@ -95,19 +98,19 @@ class PoolOptions:
         }
         for name, allowed in choices.items():
             value = getattr(self, name)
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
         for name in ('num_modules', 'num_inner', 'prior_width'):
             value = getattr(self, name)
             if value is not None or name == 'num_inner':
-                self._set(name, _positive_integer(name, value))
+                self._set(name, positive_integer(name, value))
         for name in ('implicit', 'coupled'):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ValueError(f'{name} must be true or false, got {value!r}')
         if not _is_number(self.structure) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
-        self._set('structure', float(self.structure))
+        self._set('structure', _float('structure', self.structure))
         for name in _WEIGHTS:
             value = getattr(self, name)
             if value is not None:
@@ -139,6 +142,10 @@ class PoolOptions:
             values = value if isinstance(value, Sequence) else [value]
             if not all(0 < v < float('inf') for v in values):
                 raise ValueError(f'{name} must be positive and finite, got {value!r}')
+            if not all(FLOAT32.tiny <= v <= FLOAT32.max for v in values):
+                raise ValueError(
+                    f'{name} must be a normal float32 number, {FLOAT32.tiny:.3g} to {FLOAT32.max:.3g}, got {value!r}'
+                )
             if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
                 raise ValueError(
                     f'{name} must be one number, or {self.modules} numbers, one per module, when learn is not '
@@ -233,9 +240,9 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _positive_integer(name: str, value: Any) -> int:
-    if not is_integer(value) or value < 1:
-        raise ValueError(f'{name} must be a positive integer, got {value!r}')
+def positive_integer(name: str, value: Any) -> int:
+    if not is_integer(value) or not 1 <= value < 2**31:
+        raise ValueError(f'{name} must be a positive integer, got {_shown(value)}')
     return int(value)
 
 
@@ -246,14 +253,26 @@ def _is_number(value: Any) -> bool:
 def _numbers(name: str, value: Any) -> float | list[float]:
     """A weight's number, or its numbers by module."""
     if _is_number(value):
-        return float(value)
+        return _float(name, value)
     if not isinstance(value, Sequence) or not all(_is_number(v) for v in value):
         raise ValueError(f'{name} must be a number, or a list of numbers, one per module, got {value!r}')
-    return [float(v) for v in value]
+    return [_float(name, v) for v in value]
+
+
+def _float(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(f'{name} must be a normal float32 number, got {_shown(value)}') from error
+
+
+def _shown(value: Any) -> str:
+    """As Python writes it, unless that is an integer of hundreds of digits."""
+    return repr(value) if not is_integer(value) or abs(value) < 2**64 else f'one of {value.bit_length()} bits'
 
 
 def _refuse_unknown(names: Mapping[str, Any]):
     known = [field.name for field in fields(PoolOptions)]
-    unknown = sorted(set(names) - set(known))
+    unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
         raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}; known are {", ".join(known)}')

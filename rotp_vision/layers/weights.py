@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.core import VIEW_FLOOR, StepWeights
-from rotp_vision.layers.options import PoolOptions
+from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
 NORM_SCALE = 2.0**-46
@@ -50,6 +50,8 @@ class PositiveWeight(nn.Module):
         value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)
         if not bool((value > 0).all() and value.isfinite().all()):
             raise ValueError(f'a weight must be positive and finite, got {value.tolist()}')
+        if not bool(((value >= FLOAT32.tiny) & (value <= FLOAT32.max)).all()):
+            raise ValueError(f'a weight must be a normal float32 number, got {value.tolist()}')
         with torch.no_grad():
             self.start.copy_(value.expand_as(self.start))
             self.beta.zero_()
@@ -118,8 +120,11 @@ class AttentionPrior(nn.Module):
         # Features enter the hidden layer as they lie in memory: no transposed copy of x.
         hidden = torch.tanh(torch.matmul(self.sample_hidden.weight, x.to(self.sample_hidden.weight.dtype)))
         sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
-        total = x.sum(2, dtype=self.feature_score.weight.dtype)
-        return self.feature_score(self.feature_hidden(total)), sample_logits
+        # U X 1 as N times U of the mean: the sum of a map in half precision is beyond the largest half.
+        weight = self.feature_score.weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        mean = x.sum(2, dtype=wide) / x.shape[2]
+        return self.feature_score(self.feature_hidden(mean.to(weight.dtype))).to(wide) * x.shape[2], sample_logits
 
 
 class NormPrior(nn.Module):

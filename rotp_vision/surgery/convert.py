@@ -67,11 +67,17 @@ def convert(
     examples = _examples(inputs)
     with undisturbed(model):
         before = model(*examples)
-    new = replace_pools(model, found, options, where)
-    reason = _why_not(model, examples, before, new)
-    if reason:
-        _take_all(model, new)
-        raise ValueError(f'cannot replace {reason}')
+    earlier = set(map(id, _converted(model).values()))
+    whole = False
+    try:
+        new = replace_pools(model, found, options, where)
+        reason = _why_not(model, examples, before, new)
+        if reason:
+            raise ValueError(f'cannot replace {reason}')
+        whole = True
+    finally:
+        if not whole:  # whatever came between, Ctrl-C too
+            _take_all(model, {path: pool for path, pool in _converted(model).items() if id(pool) not in earlier})
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
@@ -256,16 +262,15 @@ def _converted(model: nn.Module) -> dict[str, ROTPool]:
 def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
     parent_path, _, name = found.path.rpartition('.')
     parent = model.get_submodule(parent_path)
-    native = None
+    native: Any = getattr(parent, name) if found.host is None else None
+    pool.__dict__['replaced'] = Replaced(found, native)  # first, so that what is half placed can be taken out again
     if found.host is None:
-        native = getattr(parent, name)
         for owner, alias in _places(model, native):
             setattr(owner, alias, pool)
     else:
         setattr(parent, NEW_POOL, pool)
         _move_before(parent, NEW_POOL, found.host.before)
         change(parent, host=found.host)
-    pool.__dict__['replaced'] = Replaced(found, native)
     if found.kind != 'local':
         for owner in _owners(model, found.path):
             if hasattr(owner, 'reset_classifier'):
@@ -374,9 +379,10 @@ def _move_before(parent: nn.Module, name: str, other: str):
     """Children keep their order but `name`, which goes before `other`: the classifier's parameters stay last."""
     children: dict[str, nn.Module | None] = dict(parent._modules)
     moved = children.pop(name)
-    parent._modules.clear()
+    ordered: dict[str, nn.Module | None] = {}
     for child_name, child in children.items():
         if child_name == other:
-            parent._modules[name] = moved
-        parent._modules[child_name] = child
-    parent._modules.setdefault(name, moved)
+            ordered[name] = moved
+        ordered[child_name] = child
+    ordered.setdefault(name, moved)
+    parent._modules = ordered  # in one move: no interruption finds a network without its children

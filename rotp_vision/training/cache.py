@@ -6,22 +6,26 @@ all of them, so that batches are composed exactly as without the cache.
 
 import hashlib
 import json
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from rich.markup import escape
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from rotp_vision.surgery import rot_pools
-from rotp_vision.training.checkpoint import force_to_disk
+from rotp_vision.training.checkpoint import digest_of, force_to_disk, write_atomically
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
-from rotp_vision.training.run import Run, fail
+from rotp_vision.training.processes import exit_status, iterate
+from rotp_vision.training.run import Run, fail_together
 from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
@@ -83,9 +87,13 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
 
 
 def _images_of(source: object) -> object:
-    """What tells a set of images from what it was before one came or went."""
+    """What tells a set of images from what it was before one came, went or became another."""
     if isinstance(source, FolderSource):
-        return hashlib.sha256('\n'.join(source.files).encode()).hexdigest()
+        digest = hashlib.sha256()
+        for file in source.files:
+            known = os.stat(file)
+            digest.update(f'{file}\n{known.st_size}\n{known.st_mtime_ns}\n'.encode())
+        return digest.hexdigest()
     return source.dataset._fingerprint if isinstance(source, HubSource) else None
 
 
@@ -97,6 +105,24 @@ def shard_file(directory: Path, part: str, shard: Shard) -> Path:
 def labels_file(file: Path) -> Path:
     """Labels of a shard; -1 for an image that could not be read."""
     return file.with_name(f'{file.stem}-labels.npy')
+
+
+def _digests_file(file: Path) -> Path:
+    return file.with_name(f'{file.stem}-digests.json')
+
+
+def _digests(file: Path, maps: Path) -> dict[str, str]:
+    """What a shard is told from any other by: its place, its maps (for now in another file) and its labels."""
+    place = f'{file.parent.name}/{file.name}'
+    return {'place': place, 'maps': digest_of(maps), 'labels': digest_of(labels_file(file))}
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a shard is what was written, byte for byte."""
+    try:
+        return json.loads(_digests_file(file).read_text()) == _digests(file, file)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor], Tensor], length: int) -> list[str]:
@@ -132,6 +158,7 @@ def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor]
     with labels_file(file).open('wb') as stream:
         np.save(stream, labels)
     force_to_disk(labels_file(file))
+    write_atomically(_digests_file(file), json.dumps(_digests(file, temporary)))
     temporary.rename(file)
     force_to_disk(file.parent)
     return broken
@@ -176,7 +203,7 @@ class FeatureCache:
         """As `train_loader`, of maps; views take turns by epoch."""
         maps = self.train[epoch % len(self.train)]
         batches = epoch_batches(len(maps), global_batch, accumulation, shard, seed, epoch, start)
-        return iter(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
+        return iterate(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
 
     def val_batches(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
         """As `val_loader`, of maps."""
@@ -189,7 +216,12 @@ def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
     """The batches; a signal ends the process here, as there may be hours of them."""
     for batch in batches:
         if run.stop:
-            fail(f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto')
+            print(
+                f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto',
+                file=sys.stderr,
+                flush=True,
+            )
+            raise SystemExit(exit_status(run.stop[0]))
         yield batch
 
 
@@ -200,10 +232,13 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     assert not isinstance(run.val, StreamSource)
     views = config.stage2.cache_views
     base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
-    # Beside the weights: what is made of them, and how exactly.
-    others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
-    others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
-    directory = base / fingerprint(model, data, config.seed, views, others)
+    name = ''
+    if run.main:  # on other machines copies of the images may be of another date
+        # Beside the weights: what is made of them, and how exactly.
+        others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
+        others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
+        name = fingerprint(model, data, config.seed, views, others)
+    directory = base / run.host.gather(name)[0]
     filler = torch.zeros(3, data.image_size, data.image_size)
     parts: dict[str, TrainImages | ValImages] = {'val': ValImages(run.val, run.val_transform, filler)}
     if views == 0:
@@ -211,11 +246,23 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     for view in range(views):
         parts[f'train{view}'] = TrainImages(run.train, run.train_transform, config.seed, view)
 
-    missing = [part for part in parts if not shard_file(directory, part, shard).exists()]
+    mine = {part: shard_file(directory, part, shard) for part in parts}
+    missing = [part for part, file in mine.items() if not is_whole(file)]
+    damaged = [mine[part].name for part in missing if mine[part].exists()]
+    damaged = [name for names in run.host.gather(damaged) for name in names]
+    if damaged:
+        told = f'{", ".join(damaged)} in {directory} are not what was written and are computed anew'
+        run.console.print(f'[yellow]warning:[/] {escape(told)}', soft_wrap=True)
     if any(run.host.gather(missing)):
         plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
-        plan.check_disk(directory)
-        run.console.print(f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}', soft_wrap=True)
+        problem = None
+        try:
+            plan.check_disk(directory)
+        except OSError as error:
+            problem = error
+        fail_together(run.host, problem)
+        told = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
+        run.console.print(told, soft_wrap=True, markup=False)
 
     @torch.no_grad()
     def compute(images: Tensor) -> Tensor:
@@ -228,7 +275,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         if part in missing:
             batches = _until_stopped(run, shard_loader(dataset, data, run.local_batch, shard))
             length = len(range(shard.rank, len(dataset), shard.processes))
-            broken = write_shard(shard_file(directory, part, shard), batches, compute, length)
+            broken = write_shard(mine[part], batches, compute, length)
         run.note_broken(broken)
     run.host.wait()
     return FeatureCache(directory, views, shard.processes)

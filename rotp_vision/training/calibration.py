@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from rotp_vision.calibration import Calibration, calibrate
-from rotp_vision.heads import find_global_pool, sets_of
 from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.head import find_global_pool, sets_of
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
 from rotp_vision.training.data import Batch, ValImages, chosen_loader
 from rotp_vision.training.run import Run

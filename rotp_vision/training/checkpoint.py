@@ -20,6 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rotp_vision.hub import open_by_umask
+
 MODEL, STATE, MANIFEST = 'model.safetensors', 'state.pt', 'manifest.json'
 
 
@@ -41,6 +43,7 @@ class Progress:
     )  # options of each ROT pool, which calibration chooses
     simpler: dict[str, list[float]] = field(default_factory=dict)  # poolings to compare with: power and gain by title
     broken: list[str] = field(default_factory=list)  # names of unreadable images met so far
+    data: dict[str, Any] = field(default_factory=dict)  # the images, as `sources.inventory` tells them
 
     @property
     def name(self) -> str:
@@ -86,11 +89,12 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         save_file({name: tensor.contiguous() for name, tensor in model.items()}, temporary / MODEL)
+        open_by_umask(temporary / MODEL)
         torch.save(state, temporary / STATE)
         manifest = {
             'progress': asdict(progress),
             'config': config,
-            'digests': {name: _digest(temporary / name) for name in (MODEL, STATE)},
+            'digests': {name: digest_of(temporary / name) for name in (MODEL, STATE)},
         }
         text = json.dumps(manifest | {'digest': _manifest_digest(manifest)})
         (temporary / MANIFEST).write_text(text)
@@ -156,13 +160,13 @@ def load_checkpoint(path: Path) -> Checkpoint:
         if manifest.pop('digest') != _manifest_digest(manifest):
             raise ValueError(f'{MANIFEST} is not what was written')
         for name, digest in manifest['digests'].items():
-            if _digest(path / name) != digest:
+            if digest_of(path / name) != digest:
                 raise ValueError(f'{name} is not what was written')
         model = load_file(path / MODEL)
         state = torch.load(path / STATE, map_location='cpu', weights_only=True)
         return Checkpoint(path, Progress(**manifest['progress']), manifest['config'], model, state)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{path} is not a whole checkpoint: {error}') from error
+    except Exception as error:  # whatever is wrong with it, there may be one before it
+        raise ValueError(f'{path} is not a whole checkpoint: {error!r}') from error
 
 
 def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
@@ -194,7 +198,8 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
     return None, warnings
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file."""
     digest = hashlib.sha256()
     with path.open('rb') as file:
         while block := file.read(1 << 20):

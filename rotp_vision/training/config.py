@@ -177,6 +177,7 @@ class RunConfig:
         output: directory of the run: checkpoints, metrics, pictures, export.
         resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
             that checkpoint.
+        allow_changed_data: continue a run although its classes or images are not those that it began with.
         dry_run: print the plan and a time estimate from a few steps, write nothing.
         evaluate: only evaluate: a checkpoint directory, an exported directory, or a weights file of the configured
             network, native or with the configured pooling; `model` for the network as configured.
@@ -188,7 +189,8 @@ class RunConfig:
         sync_batchnorm: batch statistics over all processes (GPU), so that they too do not depend on their number.
         deterministic: refuse operations whose result varies from run to run (needed for bit-exact runs on GPU).
         log_every: steps between two rows of steps.csv.
-        checkpoint_every: steps between two checkpoints inside an epoch; 0 for at epoch ends only.
+        checkpoint_minutes: minutes between two checkpoints inside an epoch; 0 for at epoch ends only.
+        checkpoint_steps: steps between two checkpoints inside an epoch, beside those by time; 0 for none.
         keep: last checkpoints kept, besides the best; at least 2.
         trackers: Accelerate's trackers, such as [tensorboard] or [wandb]; CSV is always written.
         data: the images.
@@ -200,6 +202,7 @@ class RunConfig:
 
     output: str = 'runs/train'
     resume: str = 'never'
+    allow_changed_data: bool = False
     dry_run: bool = False
     evaluate: str | None = None
     seed: int = 0
@@ -210,7 +213,8 @@ class RunConfig:
     sync_batchnorm: bool = False
     deterministic: bool = False
     log_every: int = 50
-    checkpoint_every: int = 1000
+    checkpoint_minutes: float = 15.0
+    checkpoint_steps: int = 0
     keep: int = 2
     trackers: list[str] = field(default_factory=list)
     data: DataConfig = field(default_factory=DataConfig)
@@ -222,7 +226,8 @@ class RunConfig:
 
 # What may differ between a run and its continuation: none of it changes a number that the run computes.
 FREE_ON_RESUME = (
-    *('output', 'resume', 'dry_run', 'evaluate', 'log_every', 'checkpoint_every', 'keep', 'trackers'),
+    *('output', 'resume', 'allow_changed_data', 'dry_run', 'evaluate', 'log_every', 'keep', 'trackers'),
+    *('checkpoint_minutes', 'checkpoint_steps'),
     *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
 )
 
@@ -265,7 +270,8 @@ def check_config(config: RunConfig) -> None:
     need(config.global_batch_size >= 1, 'global_batch_size', 'at least 1', config.global_batch_size)
     need(config.keep >= 2, 'keep', 'at least 2, so that a broken checkpoint has one before it', config.keep)
     need(config.log_every >= 1, 'log_every', 'at least 1', config.log_every)
-    need(config.checkpoint_every >= 0, 'checkpoint_every', 'at least 0', config.checkpoint_every)
+    need(config.checkpoint_minutes >= 0, 'checkpoint_minutes', 'at least 0', config.checkpoint_minutes)
+    need(config.checkpoint_steps >= 0, 'checkpoint_steps', 'at least 0', config.checkpoint_steps)
     need(data.source == 'generated' or bool(data.path), 'data.path', f'given for source {data.source}', data.path)
     need(not data.streaming or data.source == 'hf', 'data.streaming', 'false unless data.source is hf', True)
     need(data.image_size >= 8, 'data.image_size', 'at least 8', data.image_size)

@@ -15,9 +15,10 @@ from timm.data import create_transform  # pyright: ignore[reportPrivateImportUsa
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
+from rotp_vision.images import UnreadableImage
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.processes import random_state, seed_all, set_random_state
-from rotp_vision.training.sources import Source, StreamSource, UnreadableImage, decode_row
+from rotp_vision.training.processes import iterate, random_state, seed_all, set_random_state
+from rotp_vision.training.sources import Source, StreamSource, decode_row
 
 Transform = Callable[[Any], Tensor]
 
@@ -91,7 +92,7 @@ class TrainImages(Dataset):
             try:
                 image, label = self.source.read(place % len(self))
             except UnreadableImage as error:
-                broken.append(str(error))
+                broken.append(error.name)
                 continue
             return apply_seeded(self.transform, image, self.seed, self.epoch, index), label, broken
         raise RuntimeError(f'no readable image in the training split; the last was {broken[-1]}')
@@ -113,7 +114,7 @@ class ValImages(Dataset):
         try:
             image, label = self.source.read(index)
         except UnreadableImage as error:
-            return self.filler, -1, [str(error)]
+            return self.filler, -1, [error.name]
         return self.transform(image), label, []
 
 
@@ -139,11 +140,13 @@ class StreamImages(IterableDataset):
                 yield None, -1, []
                 continue
             try:
-                image, label = decode_row(row, self.source.config, f'{self.source.split} {where}[{place}]')
+                image, label = decode_row(
+                    row, self.source.config, len(self.source.classes), f'{self.source.split} {where}[{place}]'
+                )
             except UnreadableImage as error:
-                broken.append(str(error))
+                broken.append(error.name)
                 if self.seed is None:
-                    yield None, -1, [str(error)]
+                    yield None, -1, [error.name]
                 continue
             if self.seed is None:
                 yield self.transform(image), label, []
@@ -221,7 +224,7 @@ def train_loader(
         passes, workers = start * accumulation, max(config.workers, 1)
         # Workers serve the batches in turn; what the least busy one has served is passed over by all unread.
         dataset = StreamImages(source, transform, shard, seed=seed, epoch=epoch, skip=passes // workers * size)
-        stream = iter(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
+        stream = iterate(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
         for _ in range(passes):
             next(stream)
         return stream
@@ -235,7 +238,7 @@ def val_loader(
     """Batches of one process's share of the validation images: every one in exactly one process, none twice."""
     if isinstance(source, StreamSource):
         dataset = StreamImages(source, transform, shard, seed=None, epoch=0, skip=0)
-        return iter(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
+        return iterate(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
     return shard_loader(ValImages(source, transform), config, batch_size, shard)
 
 
@@ -250,7 +253,7 @@ def shard_loader(
 
 def chosen_loader(dataset: TrainImages | ValImages, config: DataConfig, batches: list[list[int]]) -> Iterator[Batch]:
     """Batches of the images at given places."""
-    return iter(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
+    return iterate(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 
 def _loading(config: DataConfig) -> dict[str, Any]:

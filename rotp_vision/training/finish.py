@@ -7,10 +7,9 @@ from pathlib import Path
 
 import timm
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from rotp_vision.hub import TORCHVISION, save_pretrained
+from rotp_vision.hub import TORCHVISION, open_by_umask, save_pretrained, write_state_dict
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
@@ -68,6 +67,8 @@ def _rates(settings: StageConfig) -> str:
 def finish(run: Run, model: nn.Module, told: str | None) -> None:
     """Tables, pictures and the exported model; `told` is said of the pooling below the table."""
     progress, output = run.progress, run.output
+    loading = export(model, run.config, output / 'export', run.val.classes)  # first: no picture may cost it
+    run.place(model)
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     if told:
@@ -87,9 +88,7 @@ def finish(run: Run, model: nn.Module, told: str | None) -> None:
         pictures += ['weights.png', *_picture_where_looked(run, model)]
     run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
     run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
-    run.console.print(
-        f'load it:  {export(model, run.config, output / "export", run.val.classes)}', soft_wrap=True, markup=False
-    )
+    run.console.print(f'load it:  {loading}', soft_wrap=True, markup=False)
 
 
 def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequence[str]) -> str:
@@ -102,10 +101,11 @@ def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequen
         )
         line = f"rotp_vision.load_pretrained('{directory}')"
     elif name.startswith(TORCHVISION):
-        save_file(model.state_dict(), directory.with_suffix('.safetensors'))
+        write_state_dict(model, directory.with_suffix('.safetensors'), force=True)
         return f"--model.checkpoint '{directory.with_suffix('.safetensors')}'"
     else:
         timm.models.save_for_hf(model, str(directory), model_args=kwargs, safe_serialization=True)  # type: ignore
+        open_by_umask(directory / 'model.safetensors')
         line = f"timm.create_model('local-dir:{directory}', pretrained=True)"
     _describe(directory / 'config.json', model, config, classes)
     return line

@@ -18,6 +18,7 @@ from rotp_vision.hub import (
     load_pretrained,
     num_classes_of,
     read_state_dict,
+    refuse_foreign,
     with_new_classifier,
 )
 from rotp_vision.surgery import convert
@@ -122,6 +123,7 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
     if (directory / MANIFEST).is_file():
         checkpoint = load_checkpoint(directory)
         stored = checkpoint.config
+        refuse_foreign(stored['model']['name'], stored['model']['kwargs'])
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
             model = convert_model(model, PoolConfig(**stored['pool']), checkpoint.progress.pools)

@@ -1,18 +1,27 @@
 """Processes of a run: the launch check, agreement between them, signals, random state."""
 
+import errno
+import fcntl
 import os
 import random
 import signal
-from collections.abc import Iterator
+import socket
+import time
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, LoggerType
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 def check_launch(accelerator: Accelerator) -> None:
@@ -30,6 +39,40 @@ def check_launch(accelerator: Accelerator) -> None:
             f'this script runs on one process or data parallel (DDP); {accelerator.distributed_type.value} shards the '
             'model, which its checkpoints do not cover. Use a file of configs/accelerate/'
         )
+
+
+_held: dict[Path, TextIO] = {}
+
+
+def hold(directory: Path) -> None:
+    """Keeps other runs out of a directory until this process ends, however it does; ValueError says who is in it."""
+    if directory in _held:
+        return
+    file = (directory / '.lock').open('a+')
+    try:
+        # Not flock, whose lock the data workers of a process that was killed would hold a while longer.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        file.seek(0)
+        raise ValueError(
+            f'{directory} is in use by {file.read() or "another run"}: wait for it, stop it or choose another --output'
+        ) from error
+    file.truncate(0)
+    file.write(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
+    file.flush()
+    _held[directory] = file
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """ValueError names the first tracker that is not installed: Accelerate would go on without it."""
+    known, there = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
+    for name in names:
+        if name not in known:
+            raise ValueError(f'trackers must be some of {", ".join(known)}, got {name!r}')
+        if name != 'all' and name not in there:
+            raise ValueError(f'tracker {name} is not installed: pip install {name.replace("_", "-")}')
 
 
 class HostGroup:
@@ -105,9 +148,14 @@ def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list to which SIGTERM and SIGINT append their names instead of ending the process; a second SIGINT does."""
+    """A list to which SIGTERM, SIGINT and SIGHUP append their names instead of ending the process; a second SIGINT
+    does. What the process was told to ignore, as nohup does with SIGHUP, stays ignored.
+    """
     caught: list[str] = []
 
     def remember(number: int, frame: object) -> None:
@@ -115,12 +163,48 @@ def stop_signals() -> Iterator[list[str]]:
             raise KeyboardInterrupt
         caught.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, remember) for number in (signal.SIGTERM, signal.SIGINT)}
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, remember) for number in heard}
     try:
         yield caught
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def exit_status(name: str) -> int:
+    """The status with which shells expect a process to end that a signal stopped."""
+    return 128 + signal.Signals[name]
+
+
+def iterate(loader: DataLoader) -> Iterator[Any]:
+    """The batches of a loader whose workers leave signals to the main process.
+
+    Schedulers and terminals signal a whole process group. A worker that died of that would take the main process with
+    it in the middle of its last checkpoint.
+    """
+    loader.worker_init_fn = _ignore_stop_signals
+    # Held back until a worker ignores them.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    if loader.num_workers:
+        # At its end a process sends its workers a SIGTERM, which these do not hear, and waits for them. They end when
+        # the loader tells them to, before their queues close (priority 10).
+        Finalize(batches, _end_workers, (weakref.ref(batches),), exitpriority=20)
+    return batches
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers(batches: weakref.ref[Any]) -> None:
+    if (alive := batches()) is not None:
+        alive._shutdown_workers()
 
 
 def random_state() -> dict[str, Any]:

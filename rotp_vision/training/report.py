@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
@@ -46,7 +47,7 @@ def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None
     """Facts about what will run, one per line."""
     table = Table(title=title, title_justify='left', show_header=False, box=None, padding=(0, 2))
     for name, value in facts.items():
-        table.add_row(name, str(value))
+        table.add_row(name, escape(str(value)))
     console.print(table)
 
 
@@ -58,12 +59,14 @@ def show_summary(
     for column in ('pooling', 'top-1 %', 'top-5 %', 'loss', 'images'):
         table.add_column(column, justify='left' if column == 'pooling' else 'right')
     for name, row in summary.items():
-        table.add_row(name, f'{row["top1"]:.2f}', f'{row["top5"]:.2f}', f'{row["loss"]:.4f}', str(int(row['images'])))
+        table.add_row(
+            escape(name), f'{row["top1"]:.2f}', f'{row["top5"]:.2f}', f'{row["loss"]:.4f}', str(int(row['images']))
+        )
     console.print(table)
     if weights:
         table = Table('weight', 'value per module', title='Learned weights', title_justify='left')
         for name, values in weights.items():
-            table.add_row(name, '  '.join(f'{value:.4g}' for value in values))
+            table.add_row(escape(name), '  '.join(f'{value:.4g}' for value in values))
         console.print(table)
 
 

@@ -1,6 +1,7 @@
 """What every part of a run shares, and evaluation."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Run:
                 f'[yellow]warning:[/] unreadable image {escape(name)} ({len(known)} so far)', soft_wrap=True
             )
         if len(known) > limit:
-            fail(f'{len(known)} unreadable images are more than data.max_broken = {limit}; the last: {known[-1]}')
+            fail_once(f'{len(known)} unreadable images are more than data.max_broken = {limit}; the last: {known[-1]}')
 
     def val_images(self) -> Iterator[Batch]:
         """This process's share of the validation images."""
@@ -111,8 +112,41 @@ class Run:
         return {'loss': loss / count, 'top1': 100 * top1 / count, 'top5': 100 * top5 / count, 'images': int(count)}
 
 
+def num_launched() -> int:
+    """Processes that the launcher started, known before they know of each other."""
+    return int(os.environ.get('WORLD_SIZE', '1'))
+
+
+def is_first_process() -> bool:
+    """Whether this is the main process, likewise."""
+    return os.environ.get('RANK', '0') == '0'
+
+
 def fail(error: object) -> NoReturn:
-    """Ends the process with a message instead of a traceback; of several processes one speaks."""
-    if os.environ.get('RANK', '0') == '0':
+    """Ends the process with a message instead of a traceback; of several processes it says which it is."""
+    who = ''
+    if num_launched() > 1:
+        who = f'process {os.environ.get("RANK")} on {socket.gethostname()}: '
+    print(f'error: {who}{error}', file=sys.stderr, flush=True)
+    raise SystemExit(1)
+
+
+def fail_once(error: object) -> NoReturn:
+    """The same for what all processes know: the main one speaks for them."""
+    if is_first_process():
         print(f'error: {error}', file=sys.stderr, flush=True)
     raise SystemExit(1)
+
+
+def fail_together(host: HostGroup, problem: Exception | None) -> None:
+    """Ends all processes if any has a problem; the main one says which, and once what all share."""
+    problems = host.gather(None if problem is None else (str(problem), socket.gethostname()))
+    told: dict[str, list[str]] = {}
+    for rank, found in enumerate(problems):
+        if found is not None:
+            told.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
+    if not told:
+        return
+    if len(told) == 1 and None not in problems:
+        fail_once(*told)
+    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in told.items()))

@@ -1,5 +1,6 @@
 """Where images come from: a folder, Hugging Face datasets, or the generated set; each checked before anything runs."""
 
+import hashlib
 import io
 import os
 from collections.abc import Iterator
@@ -8,12 +9,11 @@ from typing import Any, Protocol
 
 from PIL import Image
 
+from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.generated import CLASSES, generate
 
-
-class UnreadableImage(Exception):
-    """An image that cannot be decoded; its message is the image's name."""
+MOST_CLASSES = 1_000_000  # of labels without names: a larger one is no class
 
 
 class Source(Protocol):
@@ -28,15 +28,6 @@ class Source(Protocol):
         ...
 
 
-def decode(file: Any, name: str) -> Image.Image:
-    """An RGB image from a path or a file; UnreadableImage with its name where that fails."""
-    try:
-        with Image.open(file) as image:
-            return image.convert('RGB')
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableImage(name) from error
-
-
 class FolderSource:
     """Class directories with images in them."""
 
@@ -45,6 +36,7 @@ class FolderSource:
 
         if not directory.is_dir():
             raise ValueError(f'data.path must hold the split as a directory, but there is no {directory}')
+        self.directory = directory
         self.classes = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
         self.files: list[str] = []
         self.labels: list[int] = []
@@ -64,7 +56,7 @@ class FolderSource:
         return len(self.files)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        return decode(self.files[index], self.files[index]), self.labels[index]
+        return open_image(self.files[index]), self.labels[index]
 
 
 class GeneratedSource:
@@ -83,15 +75,16 @@ class GeneratedSource:
         return generate(self.seed, self.split, index, self.size, len(self.classes))
 
 
-def decode_row(row: dict[str, Any], config: DataConfig, name: str) -> tuple[Image.Image, int]:
+def decode_row(row: dict[str, Any], config: DataConfig, num_classes: int, name: str) -> tuple[Image.Image, int]:
     """Image and label of a row whose image is still {bytes, path}."""
-    image = row[config.image_key]
+    image, label = row[config.image_key], row[config.label_key]
+    if label is None or not 0 <= label < num_classes:
+        raise UnreadableImage(f'{name} (of {config.label_key} {label})', f'classes are 0 to {num_classes - 1}')
+    if image is None or (image.get('bytes') is None and not image.get('path')):
+        raise UnreadableImage(name, 'there is none')
     name = image.get('path') or name
-    if image.get('bytes') is None and not image.get('path'):
-        raise UnreadableImage(name)
-    return decode(io.BytesIO(image['bytes']) if image.get('bytes') is not None else image['path'], name), int(
-        row[config.label_key]
-    )
+    file = image['path'] if image.get('bytes') is None else io.BytesIO(image['bytes'])
+    return open_image(file, name), int(label)
 
 
 class HubSource:
@@ -105,7 +98,7 @@ class HubSource:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        return decode_row(self.dataset[index], self.config, f'{self.split}[{index}]')
+        return decode_row(self.dataset[index], self.config, len(self.classes), f'{self.split}[{index}]')
 
 
 class StreamSource:
@@ -137,20 +130,22 @@ def class_names(dataset: Any, config: DataConfig, split: str) -> list[str]:
     for key, name in ((config.image_key, 'data.image_key'), (config.label_key, 'data.label_key')):
         if key not in features:
             raise ValueError(f'{name} must be one of the columns {", ".join(features)}, got {key!r}')
-    label = features[config.label_key]
-    if getattr(label, 'names', None):
-        return list(label.names)
+    names: list[str] = list(getattr(features[config.label_key], 'names', None) or [])
     if config.streaming:
+        if names:
+            return names
         if config.num_classes is None:
             raise ValueError('data.num_classes must be given for a stream whose labels have no names')
         return [str(number) for number in range(config.num_classes)]
     labels = set(dataset.unique(config.label_key))
-    if not all(isinstance(number, int) and number >= 0 for number in labels):
+    top = len(names) or MOST_CLASSES
+    wrong = [label for label in labels if not isinstance(label, int) or not 0 <= label < top]
+    if wrong:
         raise ValueError(
-            f'data.label_key must hold class numbers from 0, got {sorted(map(str, labels))[:5]} in {split}; '
-            'dataset.class_encode_column makes them of names'
+            f'data.label_key must hold class numbers from 0 to {top - 1}, got {", ".join(sorted(map(str, wrong))[:5])} '
+            f'in {split}; dataset.class_encode_column makes them of names'
         )
-    return [str(number) for number in range(max(labels, default=-1) + 1)]
+    return names or [str(number) for number in range(max(labels, default=-1) + 1)]
 
 
 def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSource | StreamSource:
@@ -185,6 +180,36 @@ def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSo
     if length is None:
         raise ValueError(f'the size of split {split!r} is not published: give data.train_images and data.val_images')
     return StreamSource(dataset, config, split, length)
+
+
+def inventory(source: Source | StreamSource) -> dict[str, Any]:
+    """What tells a split from what it was before something came, went or was renamed, in plain values."""
+    digest = None
+    if isinstance(source, FolderSource):
+        prefix = len(str(source.directory)) + 1  # the folder may move
+        digest = hashlib.sha256('\n'.join(file[prefix:] for file in source.files).encode()).hexdigest()
+    elif isinstance(source, HubSource):
+        digest = source.dataset._fingerprint
+    return {'classes': source.classes, 'images': len(source), 'digest': digest}
+
+
+def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """How the splits differ from what they were, one line each; both as {split: inventory}."""
+    lines = []
+    for split, new in now.items():
+        old = before.get(split, {})
+        gone = [name for name in old.get('classes', ()) if name not in set(new['classes'])]
+        come = [name for name in new['classes'] if name not in set(old.get('classes', ()))]
+        if gone or come:
+            told = [f'{word} {", ".join(names[:5])}' for word, names in (('without', gone), ('with', come)) if names]
+            lines.append(f'{split}: classes {" and ".join(told)}')
+        elif old['classes'] != new['classes']:
+            lines.append(f'{split}: classes in another order')
+        if old.get('images') != new['images']:
+            lines.append(f'{split}: {old.get("images")} → {new["images"]} images')
+        elif old['digest'] != new['digest']:
+            lines.append(f'{split}: other files, as many as before')
+    return lines
 
 
 def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, Source | StreamSource]:

@@ -59,7 +59,7 @@ def plot_looked(images: Sequence[np.ndarray], weights: Sequence[Tensor], titles:
     drawn = None
     for (above, below), image, weight, title in zip(panels.T, images, weights, titles, strict=True):
         above.imshow(image)
-        above.set_title(title, fontsize=8)
+        above.set_title(title, fontsize=8, parse_math=False)  # a $ in a name begins no formula
         drawn = overlay_weight(below, image, weight)
         for axes in (above, below):
             axes.set_axis_off()

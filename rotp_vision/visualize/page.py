@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from PIL import Image
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
+from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
 from rotp_vision.visualize.draw import EVIDENCE_COLOURS, displayed, overlay, overlay_weight
 from rotp_vision.visualize.files import to_pixels, to_png, write_whole
@@ -62,8 +62,7 @@ def visualize(
     rows, sections = [], []
     maps = None
     for path, title in zip(paths, titles, strict=True):
-        with Image.open(path) as image:
-            x = transform(image.convert('RGB')).unsqueeze(0)
+        x = transform(open_image(path)).unsqueeze(0)
         maps = pool_maps(model, x.to(like))
         seen = displayed(x[0], config['mean'], config['std'])
         found = None if maps.classifier is None else evidence(maps, class_index)
@@ -102,7 +101,8 @@ def _draw_row(
     panels = figure.subplots(1, num_panels)
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
-    panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9)
+    # Names are text: a $ in one begins no formula.
+    panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False)
     places = ' × '.join(str(size) for size in maps.weight[0].shape)
     panels[1].set_title(f'weight of a place ({places})\n1 = as average pooling', fontsize=9)
     bars = [(panels[1], overlay_weight(panels[1], image, maps.weight[0]), 'max')]
@@ -113,7 +113,8 @@ def _draw_row(
             (panels[2], found.rotp[0].cpu().float(), 'ROTP'),
             (panels[3], found.average[0].cpu().float(), 'average pooling'),
         ):
-            axes.set_title(f'{pooling}: logit {float(part.sum()) + bias:.2f}\nevidence for {name}', fontsize=9)
+            logit = float(part.sum()) + bias
+            axes.set_title(f'{pooling}: logit {logit:.2f}\nevidence for {name}', fontsize=9, parse_math=False)
             bars.append((axes, overlay(axes, image, part, EVIDENCE_COLOURS, (-reach, 0.0, reach)), 'neither'))
     for axes, bar, extend in bars:
         figure.colorbar(bar, ax=axes, shrink=0.8, pad=0.02, aspect=18, extend=extend)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from rotp_vision import PoolOptions, pool_options
+from rotp_vision import PoolOptions, ROTPool, pool_options
 from rotp_vision.layers.options import PAPER_START
 
 
@@ -107,6 +107,15 @@ def test_numbers_of_numpy_become_pythons():
         ({'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
         ({'view': 'raw'}, 'view must be one of identity, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
+        ({'step': 1e-45}, 'step must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
+        ({'step': 1e300}, 'step must be a normal float32 number'),
+        ({'step': 10**400}, 'step must be a normal float32 number, got one of 1329 bits'),
+        ({'step': [1.0, 1.0, 1.0, 10**400]}, 'step must be a normal float32 number'),
+        ({'structure': 10**400}, 'structure must be a normal float32 number'),
+        ({'num_modules': 10**400}, 'num_modules must be a positive integer, got one of 1329 bits'),
+        ({'solver': np.array(['sinkhorn', 'badmm-e'])}, 'solver must be one of'),
+        ({'view': np.arange(3)}, 'view must be one of'),
+        ({1: 2, 'b': 3}, 'unknown pooling option.s. 1, b'),
         ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),
         ({'preset': 'papers'}, "preset must be 'paper', or left out .* got 'papers'"),
@@ -116,3 +125,10 @@ def test_numbers_of_numpy_become_pythons():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         pool_options(options)
+
+
+@pytest.mark.parametrize('num_features', ['x', -1, 0, 2.0, True, np.ones(2), 10**400])
+def test_bad_num_features(num_features):
+    for options in ({'gain': 'channel'}, {}):
+        with pytest.raises(ValueError, match='num_features must be a positive integer'):
+            ROTPool(options, num_features)

@@ -89,3 +89,47 @@ def test_rms_view_is_scale_free_and_flat_at_silent_channels():
     view_of(silent, 'rms').sum().backward()
     assert torch.isfinite(silent.grad).all()
     assert silent.grad.abs().max() <= 1001
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('width', [None, 2])
+def test_an_attention_prior_in_half_precision_is_that_of_its_numbers(dtype, width):
+    prior = AttentionPrior(3, width).to(dtype)
+    x = torch.full((1, 3, 196), 800.0, dtype=dtype)  # whose sum is beyond the largest half
+    with torch.no_grad():
+        features, samples = prior(x)
+        expected, _ = prior.double()(x.double())
+    assert samples.isfinite().all()
+    assert features.double() == pytest.approx(expected, rel=2e-2, abs=2e-2 * float(expected.abs().max()))
+
+
+def test_a_layer_with_attention_prior_runs_in_half_precision():
+    pool = ROTPool({'solver': 'sinkhorn', 'prior': 'attention', 'start': 'paper'}, 3).half()
+    x = torch.full((1, 3, 196), 800.0, dtype=torch.float16, requires_grad=True)
+    pooled = pool.pool_sets(x)
+    pooled.sum().backward()
+    assert x.grad is not None
+    assert pooled.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize('size', [1e-3, 1.0, 1e9, 1e11, 1e14, 1e19, 1e30, 1e38])
+def test_rms_has_gradients_at_any_size(size):
+    x = (torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).clamp(-2, 2) * size).requires_grad_()
+    weight = torch.linspace(-1, 1, 30).view(2, 3, 5)
+    seen = view_of(x, 'rms')
+    (seen * weight).sum().backward()
+    wide = x.detach().double().requires_grad_()
+    expected = wide * (wide.square().mean(2, keepdim=True) + 1e-6).rsqrt()
+    (expected * weight).sum().backward()
+    assert seen.double().allclose(expected, rtol=1e-5)
+    assert x.grad is not None
+    assert wide.grad is not None
+    assert (x.grad.double() * size).allclose(wide.grad * size, rtol=1e-4, atol=1e-5)
+
+
+def test_a_weight_is_set_to_normal_numbers_only():
+    weight = PositiveWeight(1.0)
+    for value in (1e-45, 1e300):
+        with pytest.raises(ValueError, match='a weight must be'):
+            weight.set(value)

@@ -1,6 +1,8 @@
 """Conversion changes the pooling and nothing else, and can be undone."""
 
+import contextlib
 import copy
+import importlib
 import logging
 import pickle
 from collections import OrderedDict
@@ -387,3 +389,39 @@ def test_class_maps_by_name():
         convert(model, example_input=x)
     assert convert(model, where=['classifier.3'], example_input=x)(x).shape == (2, 1000)
     assert find_pools(model, x)[-1].path == 'classifier.3'
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize('moment', ['_place', '_why_not', 'change', '_move_before', '_new_pool'])
+@pytest.mark.parametrize(
+    ('name', 'where'), [('test_resnet', 'all'), ('test_vit_relpos', 'global'), ('test_convnext', 'all')]
+)
+def test_a_conversion_that_is_interrupted_leaves_the_network_as_it_was(name, where, moment, error, monkeypatch):
+    model = timm.create_model(name, num_classes=3).eval()
+    before = [(path, type(module), id(module)) for path, module in model.named_modules()]
+    x = torch.randn(1, 3, *model.pretrained_cfg['input_size'][1:])
+    expected = model(x)
+    surgery = importlib.import_module('rotp_vision.surgery.convert')  # of which `convert` is a function too
+    done = getattr(surgery, moment)
+    calls = 0
+
+    def interrupted(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        result = done(*args, **kwargs)
+        if calls == last:
+            raise error
+        return result
+
+    for last in (1, 2, 3):
+        calls = 0
+        monkeypatch.setattr(surgery, moment, interrupted)
+        with contextlib.suppress(error):
+            convert(model, where=where)
+        monkeypatch.undo()
+        if calls >= last:
+            assert [(path, type(module), id(module)) for path, module in model.named_modules()] == before
+            assert model(x).equal(expected)
+        elif rot_pools(model):
+            revert(model)
+    assert rot_pools(convert(model, where=where))

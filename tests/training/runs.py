@@ -19,7 +19,7 @@ FORKS.set_forkserver_preload(['train_imagenet'])
 TINY = {
     'global_batch_size': 8,
     'log_every': 1,
-    'checkpoint_every': 2,
+    'checkpoint_steps': 2,
     'data': {
         **{'source': 'generated', 'image_size': 32, 'train_images': 32, 'val_images': 19, 'num_classes': 4},
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
@@ -41,9 +41,12 @@ class Stop(NamedTuple):
     signal: signal.Signals
     place: Path
     count: int = 1
+    group: bool = False  # the data workers get it too, as from a scheduler or a terminal
 
     def install(self) -> None:
         process, place, touched = os.getpid(), str(self.place), 0
+        if self.group:
+            os.setpgrp()
 
         def hook(event: str, args: tuple) -> None:
             nonlocal touched
@@ -52,7 +55,7 @@ class Stop(NamedTuple):
                 touched += str(args[0]).startswith(place)
                 if touched == self.count:
                     touched += 1
-                    os.kill(process, self.signal)
+                    (os.killpg if self.group else os.kill)(process, self.signal)
 
         sys.addaudithook(hook)
 

@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from rotp_vision.training.cache import CachedMaps, CachePlan, FeatureCache, fingerprint, shard_file, write_shard
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, epoch_batches
 from tests.training.runs import TINY, Run
+from tests.training.test_train import images
 
 LENGTH = 11
 
@@ -100,6 +102,63 @@ def test_fingerprint_knows_what_maps_depend_on():
     assert fingerprint(model, data, 0, 1, ['bf16']) != first
     model[1].running_mean.add_(1)
     assert fingerprint(model, data, 0, 1) != first
+
+
+def zero_half(directory):
+    file = directory / 'train0-0of1.npy'
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+
+def shift_labels(directory):
+    file = directory / 'train0-0of1-labels.npy'
+    np.save(file, np.roll(np.load(file), 1))
+
+
+def swap_views(directory):
+    for file in directory.glob('train0*'):
+        other = file.with_name(file.name.replace('train0', 'train1'))
+        kept = file.read_bytes()
+        file.write_bytes(other.read_bytes())
+        other.write_bytes(kept)
+
+
+def empty(directory):
+    (directory / 'val-0of1.npy').write_bytes(b'')
+
+
+def truncate_labels(directory):
+    file = directory / 'val-0of1-labels.npy'
+    file.write_bytes(file.read_bytes()[:-8])
+
+
+@pytest.mark.parametrize('damage', [zero_half, shift_labels, swap_views, empty, truncate_labels])
+def test_a_damaged_cache_is_computed_anew(tmp_path, damage):
+    settings = copy.deepcopy(TINY)
+    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
+    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 2, 'cache_dir': str(tmp_path / 'cache')}
+    runs = [Run(tmp_path / name, settings) for name in ('first', 'second')]
+    assert runs[0].run() == 0, runs[0].text
+    (directory,) = (tmp_path / 'cache').iterdir()
+    damage(directory)
+    assert runs[1].run() == 0, runs[1].text
+    assert runs[1].text.count('are not what was written and are computed anew') == 1
+    first, second = (load_file(run.checkpoints[-1] / 'model.safetensors') for run in runs)
+    assert all(first[name].equal(second[name]) for name in first)
+
+
+def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path):
+    settings = copy.deepcopy(TINY)
+    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
+    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_dir': str(tmp_path / 'cache')}
+    data = images(tmp_path / 'images')
+    settings['data'] = {'path': str(data), 'image_size': 32, 'workers': 0}
+    assert Run(tmp_path / 'first', settings).run() == 0
+    Image.new('RGB', (40, 40), (255, 255, 255)).save(data / 'train/0/0.png')
+    run = Run(tmp_path / 'second', settings)
+    assert run.run() == 0, run.text
+    assert 'computing' in run.text
+    assert len(list((tmp_path / 'cache').iterdir())) == 2
 
 
 def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path):

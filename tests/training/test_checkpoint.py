@@ -90,6 +90,31 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path, file, dama
     assert found.model['weight'][0] == 3.0
 
 
+@pytest.mark.parametrize('content', ['null', '17', '"x"', '[]', '{"digest": 1}', '[' * 100_000 + ']' * 100_000])
+def test_any_manifest_is_passed_over(tmp_path, content):
+    save(tmp_path, epoch=1)
+    (save(tmp_path, epoch=2) / 'manifest.json').write_text(content)
+    found, warnings = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert (found.progress.epoch, len(warnings)) == (1, 1)
+
+
+@pytest.mark.parametrize('content', [b'', b'text', b'\x80\x04cos\nsystem\n.', b'PK\x03\x04'])
+@pytest.mark.parametrize('file', ['state.pt', 'model.safetensors'])
+def test_an_unreadable_file_of_the_right_digest_is_passed_over(tmp_path, file, content):
+    save(tmp_path, epoch=1)
+    last = save(tmp_path, epoch=2)
+    (last / file).write_bytes(content)
+    manifest = json.loads((last / 'manifest.json').read_text())
+    del manifest['digest']
+    manifest['digests'][file] = module.digest_of(last / file)
+    digest = module._manifest_digest(manifest)
+    (last / 'manifest.json').write_text(json.dumps(manifest | {'digest': digest}))
+    found, warnings = find_checkpoint(tmp_path, 'auto')
+    assert found is not None
+    assert (found.progress.epoch, len(warnings)) == (1, 1)
+
+
 def test_all_damaged_is_an_error_and_nothing_is_a_start(tmp_path):
     assert find_checkpoint(tmp_path, 'auto') == (None, [])
     assert find_checkpoint(tmp_path, 'never') == (None, [])

@@ -63,7 +63,8 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ('name', 'value'), [('keep', 1), ('global_batch_size', 0), ('log_every', 0), ('checkpoint_every', -1)]
+    ('name', 'value'),
+    [('keep', 1), ('global_batch_size', 0), ('log_every', 0), ('checkpoint_minutes', -1), ('checkpoint_steps', -1)],
 )
 def test_check_names_the_setting(name, value):
     config = RunConfig()

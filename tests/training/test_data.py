@@ -5,10 +5,11 @@ import pytest
 import torch
 from PIL import Image
 
+from rotp_vision.images import UnreadableImage
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Shard, epoch_batches, split_batch, train_loader, transforms, val_loader
 from rotp_vision.training.processes import random_state
-from rotp_vision.training.sources import open_sources
+from rotp_vision.training.sources import data_changes, decode_row, inventory, open_sources
 
 NORM = ((0.5,) * 3, (0.5,) * 3)
 ALONE = Shard(0, 1)
@@ -208,6 +209,53 @@ def test_a_stream_continues_where_it_was(parquet, workers, monkeypatch):
     assert_same(whole[3:], epoch(3, 5))
 
 
+@pytest.mark.parametrize('kind', ['parquet', 'arrow'])
+def test_an_inventory_of_a_hub_set_is_the_same_until_the_set_is_another(parquet, tmp_path, kind):
+    import datasets
+
+    def train(path):
+        source, _ = open_sources(DataConfig(source='hf', path=str(path)), 0)
+        return {'train': inventory(source)}
+
+    before = train(parquet / kind)
+    assert data_changes(before, train(parquet / kind)) == []
+    splits = datasets.load_from_disk(str(parquet / 'arrow'))
+    splits['train'] = splits['train'].select(range(11, -1, -1))
+    splits.save_to_disk(tmp_path / 'other')
+    assert data_changes(before, train(tmp_path / 'other')) == ['train: other files, as many as before']
+
+
+@pytest.mark.parametrize('names', [['a', 'b'], None])
+@pytest.mark.parametrize('label', [None, -1, 2**40])
+def test_a_wrong_label_is_said_in_one_sentence(tmp_path, label, names):
+    import datasets
+
+    image = {'bytes': (b'no image'), 'path': None}
+    kinds = {'image': datasets.Image(decode=False), 'label': datasets.Value('int64')}
+    rows = datasets.Dataset.from_list([{'image': image, 'label': 1}] * 3 + [{'image': image, 'label': label}])
+    rows = rows.cast(datasets.Features(kinds))
+    if names:
+        rows = rows.cast_column('label', datasets.Value('int64'))
+        rows.info.features['label'] = rows.features['label'] = datasets.ClassLabel(names=names)
+    datasets.DatasetDict({'train': rows, 'val': rows}).save_to_disk(tmp_path / 'wrong')
+    with pytest.raises(ValueError, match=f'class numbers from 0 to .*, got {label} in train'):
+        open_sources(DataConfig(source='hf', path=str(tmp_path / 'wrong')), 0)
+
+
+def test_rows_of_a_stream_without_image_or_of_no_class_are_broken():
+    config = DataConfig(source='hf', path='x')
+    for row, name in (
+        ({'image': None, 'label': 0}, 'train[3]'),
+        ({'image': {'bytes': None, 'path': None}, 'label': 0}, 'train[3]'),
+        ({'image': {'bytes': b'', 'path': None}, 'label': None}, 'train[3] (of label None)'),
+        ({'image': {'bytes': b'', 'path': None}, 'label': -1}, 'train[3] (of label -1)'),
+        ({'image': {'bytes': b'', 'path': None}, 'label': 2}, 'train[3] (of label 2)'),
+    ):
+        with pytest.raises(UnreadableImage) as caught:
+            decode_row(row, config, 2, 'train[3]')
+        assert caught.value.name == name
+
+
 @pytest.mark.parametrize('processes', [1, 2])
 def test_evaluation_of_a_stream_sees_every_image_once(parquet, processes):
     config = stream(parquet)
@@ -246,7 +294,7 @@ def test_labels_of_a_saved_set_are_checked(tmp_path):
         'same classes in the same order': ([0, 1], named('a', 'b'), [0, 1], named('b', 'a')),
         'only one of them has 2, 3': ([0, 1], number, [0, 3], number),
         'must hold class numbers from 0.*class_encode_column': (['cat', 'dog'], text, ['cat', 'dog'], text),
-        'numbers from 0, got .*-1.* in val': ([0, 1], number, [-1, -1], number),
+        'numbers from 0 to .*, got -1 in val': ([0, 1], number, [-1, -1], number),
     }
     for i, (message, (train, train_kind, val, val_kind)) in enumerate(cases.items()):
         splits = datasets.DatasetDict(train=rows(train, train_kind), val=rows(val, val_kind))

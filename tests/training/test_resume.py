@@ -2,14 +2,18 @@
 
 import csv
 import itertools
+import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.training.runs import TINY, Run, Stop, changed
+from tests.training.runs import ROOT, TINY, Run, Stop, changed
 
 # Data workers, shuffling, augmentation, dropout, mixup, accumulation and a moving average: all that has a state.
 BUSY = changed(
@@ -103,7 +107,8 @@ def test_killed_at_any_moment_ends_with_the_same_weights(tmp_path, uninterrupted
 
 def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
     run = Run(tmp_path, BUSY)
-    assert run.run(stop=Stop(signal.SIGTERM, run.output / 'metrics.csv', 2)) == 0, run.text
+    stop = Stop(signal.SIGTERM, run.output / 'metrics.csv', 2, group=True)
+    assert run.run(stop=stop) == 128 + signal.SIGTERM, run.text
     assert 'stopped by SIGTERM' in run.text
     assert '--resume auto' in run.text
     assert not run.output.joinpath('export').exists()
@@ -122,7 +127,7 @@ def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):
 
 def test_a_finished_run_can_be_made_longer(tmp_path):
     """Its end is that of a run of so many epochs from the beginning, where the learning rate does not depend on it."""
-    settings = changed(TINY, stage1__epochs=1, stage2__epochs=1)
+    settings = changed(TINY, stage1__epochs=1, stage2__epochs=1, stage2__schedule='constant')
     run, long = Run(tmp_path / 'a', settings), Run(tmp_path / 'b', changed(settings, stage2__epochs=2))
     assert run.run() == 0, run.text
     assert run.run('--resume', 'auto', '--stage2.epochs', '2') == 0, run.text
@@ -135,6 +140,47 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
     assert run.run('--resume', 'auto') == 1  # the configuration's 1 epoch
     assert 'stage2.epochs must be at least 2' in run.text[size:]
     assert 'Traceback' not in run.text
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGHUP])
+def test_every_signal_that_ends_a_group_saves(tmp_path, number):
+    """In the middle of an epoch, while data workers are at work, and of writing a checkpoint."""
+    run = Run(tmp_path, BUSY)
+    stop = Stop(number, run.output / 'checkpoints/.stage1-epoch0000-step000002.tmp', group=True)
+    assert run.run(stop=stop) == 128 + number, run.text
+    assert f'stopped by {number.name} and saved as stage1-epoch0000-step000003' in run.text
+    assert run.checkpoints[-1].name == 'stage1-epoch0000-step000003'
+    assert 'Traceback' not in run.text
+
+
+def test_a_signal_to_a_group_that_reads_the_cache_saves(tmp_path):
+    run = Run(tmp_path, changed(BUSY, stage2__cache_features=True))
+    stop = Stop(signal.SIGTERM, run.output / 'cache', 1, group=True)
+    assert run.run(stop=stop) == 128 + signal.SIGTERM, run.text
+    assert 'stopped by SIGTERM while feature maps were computed' in run.text
+    stop = Stop(signal.SIGTERM, run.output / 'checkpoints/.stage2-epoch0000-step000002.tmp', group=True)
+    assert run.run('--resume', 'auto', stop=stop) == 128 + signal.SIGTERM, run.text
+    assert run.checkpoints[-1].name == 'stage2-epoch0000-step000003'
+    assert 'Traceback' not in run.text
+    assert run.run('--resume', 'auto') == 0, run.text
+
+
+def test_a_signal_to_the_launcher_saves(tmp_path):
+    run = Run(tmp_path, changed(BUSY, stage1__epochs=500))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
+    command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
+    command += ['--checkpoint_minutes', '1e-9']  # the processes agree on when
+    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
+    with run.log.open('w') as log, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log) as both:
+        while len(run.checkpoints) < 2:
+            assert both.poll() is None, run.text
+            time.sleep(0.05)
+        both.terminate()
+        both.wait(100)
+    assert run.text.count('stopped by SIGTERM and saved as') == 1, run.text
+    saved = run.text.split('and saved as ')[1].split(';')[0]
+    assert run.checkpoints[-1].name == saved
+    assert 'DataLoader worker' not in run.text
 
 
 def test_a_last_step_that_broke_the_network_is_said(tmp_path):

@@ -5,17 +5,20 @@ import itertools
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
 import timm
 import torch
+from accelerate.tracking import get_available_trackers
 from PIL import Image
 from safetensors.torch import load_file
 
 import rotp_vision
 from rotp_vision.training.config import PoolStageConfig
+from rotp_vision.training.processes import hold
 from tests.training.runs import ROOT, TINY, Run, Stop, changed
 from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
@@ -161,6 +164,94 @@ def test_stage_2_by_itself_from_a_checkpoint_with_broken_images(tmp_path, single
     assert 'more than data.max_broken = 0' in run.text
 
 
+def test_a_second_run_in_a_directory_is_refused(tmp_path):
+    run = Run(tmp_path, changed(TINY, stage1__epochs=1, stage2__epochs=0))
+    run.output.mkdir()
+    hold(run.output)
+    assert run.run('--resume', 'auto') == 1
+    assert f'{run.output} is in use by process {os.getpid()} on ' in run.text
+    assert not run.checkpoints
+    assert run.run('--dry-run') == 0, run.text  # which writes nothing
+
+
+def test_a_continued_run_notices_other_data(tmp_path):
+    data = images(tmp_path / 'images')
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}, stage2={'epochs': 0})
+    settings['stage1'] = {'epochs': 1}
+    run = Run(tmp_path, settings)
+    assert run.run() == 0, run.text
+    moved = data.rename(tmp_path / 'elsewhere')
+    resume = ('--resume', 'auto', '--data.path', str(moved))
+    assert run.run(*resume) == 0, run.text
+
+    for split in ('train', 'val'):
+        (moved / split / '0').rename(moved / split / 'z')
+    assert run.run(*resume) == 1
+    assert 'train: classes without 0 and with z' in run.text
+    for split in ('train', 'val'):
+        (moved / split / 'z').rename(moved / split / '0')
+    (moved / 'train/1/3.png').rename(moved / 'train/1/7.png')
+    assert run.run(*resume) == 1
+    assert 'train: other files, as many as before' in run.text
+    (moved / 'train/1/7.png').rename(moved / 'train/1/3.png')
+    (moved / 'val/1/3.png').unlink()
+    assert run.run(*resume) == 1
+    assert 'val: 20 → 19 images' in run.text
+    assert 'Traceback' not in run.text
+    assert run.run(*resume, '--allow-changed-data') == 0, run.text
+
+
+def test_names_are_no_formulas_and_no_picture_costs_the_export(tmp_path):
+    data = images(tmp_path / 'images')
+    for split in ('train', 'val'):
+        (data / split / '0').rename(data / split / '$_$')
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0})
+    settings['stage1'], settings['stage2'] = {'epochs': 1}, {'epochs': 1}
+    run = Run(tmp_path, settings)
+    run.output.mkdir()
+    (run.output / 'curves.png').mkdir()
+    assert run.run() == 1
+    assert 'Is a directory' in run.text
+    assert rotp_vision.load_pretrained(run.output / 'export').num_classes == 4
+    (run.output / 'curves.png').rmdir()
+    assert run.run('--resume', 'auto') == 0, run.text
+    assert (run.output / 'looked.png').is_file()
+
+
+def test_checkpoints_come_by_time(tmp_path):
+    settings = changed(TINY, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
+    seldom, often = Run(tmp_path / 'seldom', settings), Run(tmp_path / 'often', settings)
+    assert seldom.run('--keep', '9') == 0, seldom.text
+    assert [path.name[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
+    assert often.run('--keep', '9', '--checkpoint_minutes', '1e-9') == 0, often.text
+    assert [path.name[-4:] for path in often.checkpoints] == ['0001', '0002', '0003', '0004', '0000']
+
+
+def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_path):
+    data = images(tmp_path / 'images')
+    run = Run(tmp_path, changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}))
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'import os, sys\nfrom train_imagenet import main\n'
+        'if os.environ["RANK"] in sys.argv.pop(): sys.argv += ["--data.path", "/nowhere"]\nmain()\n'
+    )
+    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
+    for failing, said in (('1', f'error: process 1 on {socket.gethostname()}: data.path'), ('01', 'error: data.path')):
+        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', str(script)]
+        command += ['--config', str(run.config), '--output', str(run.output), failing]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode != 0
+        assert done.stderr.count(f"{said} must be an existing directory, got '/nowhere'") == 1, done.stderr[-3000:]
+        assert done.stderr.count('/nowhere') == 1
+
+
+def test_names_are_no_markup(tmp_path):
+    run = Run(tmp_path / 'b[/x]', GROUP_NORM)
+    assert run.run() == 0, run.text
+    assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
+    assert 'Traceback' not in run.text
+
+
 def test_wrong_beginnings_end_with_a_message(tmp_path):
     run = Run(tmp_path, TINY)
     assert run.run('--stage1.epochs', '0') == 1
@@ -174,6 +265,9 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     # What only stage 2 would meet.
     assert run.run('--stage2.optimizer', 'adamww') == 1
     assert "stage2.optimizer 'adamww' cannot be made" in run.text
+    missing = next(name for name in ('aim', 'dvclive', 'swanlab', 'clearml') if name not in get_available_trackers())
+    assert run.run('--trackers', f'[{missing}]') == 1
+    assert f'tracker {missing} is not installed: pip install {missing}' in run.text
     assert 'Traceback' not in run.text
     for model, message in (
         ({'name': 'test_vit', 'kwargs': {'img_size': 32}}, 'class token'),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
-from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.fold import run_layers
 
 CHUNK = 64  # images that go through a head, or a pooling, at a time
@@ -129,8 +129,12 @@ class Head:
         ran, _ = run_layers(model, (collected.targets.new_zeros(1, *self.image_shape, dtype=self.dtype),))
         pools = [place for place, call in enumerate(ran) if call.module is pool]
         self.modules = [call.module for call in ran[pools[-1] + 1 :]]
-        pooled = pool.pool_sets(collected.sets[0].float())
-        logits = collected.logits[: len(pooled)]
+        with torch.no_grad():
+            self._look(pool.pool_sets(collected.sets[0].float()), collected.logits)
+
+    def _look(self, pooled: Tensor, known: Tensor) -> None:
+        """Find out how to run the head, by what it makes of known pooled features, and what kind of function it is."""
+        logits = known[: len(pooled)]
         tolerance = 1e-2 * float(logits.nan_to_num().std()) + 1e-6
 
         def same(a: Tensor, b: Tensor) -> bool:
