@@ -1,10 +1,12 @@
-"""What pooling costs: time as a multiple of average pooling, memory as a multiple of the map.
+"""What pooling costs: time as a multiple of average pooling and of GeM, memory as a multiple of the map.
 
     python -m benchmarks.speed                   # everything; writes speed.csv, speed.md, speed.png
     python -m benchmarks.speed --no-step --repeats 5
 
 All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
-else the machine does falls on all alike. Ratios can be compared across machines, times cannot.
+else the machine does falls on all alike. The multiples of average pooling are of one machine, too: it reads memory and
+hardly computes, so that wider vectors make everything else cheaper beside it. Those of GeM carry over better. After
+other poolings come the layers as users get them, then the solvers alone, on the features as they are.
 """
 
 import argparse
@@ -24,7 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.tables import to_csv, to_markdown, write_text
 from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
-from rotp_vision.layers import LocalROTPool2d
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
@@ -49,6 +51,14 @@ SOLVERS = {
     'coupled BADMM-E, 4 modules': (Solver('badmm-e', coupled=True), 4, False, (80, 90)),
 }
 
+
+# Layers as users get them: the default, then other views and solvers with a gain.
+LAYERS = {
+    'GlobalROTPool2d, the default': {},
+    'GlobalROTPool2d, sinkhorn, view log, gain': {'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar'},
+    'GlobalROTPool2d, sinkhorn, view rms, gain': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar'},
+    'GlobalROTPool2d, badmm-e, view log, gain': {'solver': 'badmm-e', 'view': 'log', 'gain': 'scalar'},
+}
 
 # The other operators, for which no limit was set.
 OTHERS = {
@@ -77,7 +87,7 @@ class CorePool(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         problem = rot_problem(maps.flatten(2))
-        return rot_pool(problem.features, problem, StepWeights(**self.weights), self.solver)
+        return rot_pool(problem, StepWeights(**self.weights), self.solver)
 
 
 class GeM(nn.Module):
@@ -89,6 +99,13 @@ class GeM(nn.Module):
 
     def forward(self, maps: Tensor) -> Tensor:
         return maps.clamp(min=1e-6).pow(self.p).mean((2, 3)).pow(1 / self.p)
+
+
+class LocalGeM(GeM):
+    """The same of every window."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return nn.functional.avg_pool2d(maps.clamp(min=1e-6).pow(self.p), 3, 2).pow(1 / self.p)
 
 
 class SoftmaxPool(nn.Module):
@@ -185,6 +202,7 @@ def cost_rows(shape: str, pools: dict[str, nn.Module], maps: Tensor, must: dict[
             'map': shape,
             'pooling': name,
             '× average': times[name] / times[average],
+            '× GeM': times[name] / times['GeM'],
             'must reach': must.get(name, ''),
             'inference × average': inference[name] / inference[average],
             'saved × map': saved_multiple(pool, maps),
@@ -197,6 +215,7 @@ def cost_rows(shape: str, pools: dict[str, nn.Module], maps: Tensor, must: dict[
 def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
     maps = torch.randn(32, channels, 7, 7).abs().requires_grad_()
     pools = peers(channels)
+    pools |= {name: GlobalROTPool2d(options) for name, options in LAYERS.items()}
     must = {}
     for name, (solver, num_modules, structure, limits) in (SOLVERS | OTHERS).items():
         pools[name] = CorePool(solver, num_modules, structure)
@@ -210,7 +229,11 @@ def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
 
 def local_rows(timing: Timing) -> list[Row]:
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
-    pools: dict[str, nn.Module] = {'average (AvgPool2d)': nn.AvgPool2d(3, 2), 'max (MaxPool2d)': nn.MaxPool2d(3, 2)}
+    pools: dict[str, nn.Module] = {
+        'average (AvgPool2d)': nn.AvgPool2d(3, 2),
+        'max (MaxPool2d)': nn.MaxPool2d(3, 2),
+        'GeM': LocalGeM(),
+    }
     ours = {f'LocalROTPool2d, {name}': name for name in ('badmm-e', 'sinkhorn')}
     for label, solver in ours.items():
         pools[label] = LocalROTPool2d({'solver': solver}, kernel_size=3, stride=2)
@@ -316,7 +339,8 @@ def main() -> None:
 
     rows = [r for channels in (512, 2048) for r in global_rows(channels, timing, reference=not args.no_reference)]
     rows += local_rows(timing)
-    machine = f'{processor()}, {args.threads} threads, torch {torch.__version__}, float32'
+    vectors = torch.backends.cpu.get_cpu_capability()
+    machine = f'{processor()} ({vectors}), {args.threads} threads, torch {torch.__version__}, float32'
     parts = [f'# What pooling costs\n\n{machine}. Forward and backward, medians.']
     if not has_pot():
         parts.append('POT is not installed: its row is missing.')

@@ -21,8 +21,8 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotp_vision.core import triton_badmm, triton_local, triton_sinkhorn, triton_windows
-from rotp_vision.core.triton_tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
+from rotp_vision.core.triton import badmm, local_badmm, local_sinkhorn, sinkhorn, windows
+from rotp_vision.core.triton.tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
 
 TARGETS = {
     'sm_80': GPUTarget('cuda', 80, 32),
@@ -64,14 +64,14 @@ class Kernel(NamedTuple):
 
 
 SOLVERS = {
-    'badmm-e': (triton_badmm.badmm_forward, triton_badmm.badmm_backward, {'QUADRATIC': False}),
-    'badmm-q': (triton_badmm.badmm_forward, triton_badmm.badmm_backward, {'QUADRATIC': True}),
-    'sinkhorn': (triton_sinkhorn.sinkhorn_forward, triton_sinkhorn.sinkhorn_backward, {}),
+    'badmm-e': (badmm.badmm_forward, badmm.badmm_backward, {'QUADRATIC': False}),
+    'badmm-q': (badmm.badmm_forward, badmm.badmm_backward, {'QUADRATIC': True}),
+    'sinkhorn': (sinkhorn.sinkhorn_forward, sinkhorn.sinkhorn_backward, {}),
 }
 LOCAL_SOLVERS = {
-    'badmm-e': (triton_local.local_badmm_forward, triton_local.local_badmm_backward, {'QUADRATIC': False}),
-    'badmm-q': (triton_local.local_badmm_forward, triton_local.local_badmm_backward, {'QUADRATIC': True}),
-    'sinkhorn': (triton_local.local_sinkhorn_forward, triton_local.local_sinkhorn_backward, {}),
+    'badmm-e': (local_badmm.local_badmm_forward, local_badmm.local_badmm_backward, {'QUADRATIC': False}),
+    'badmm-q': (local_badmm.local_badmm_forward, local_badmm.local_badmm_backward, {'QUADRATIC': True}),
+    'sinkhorn': (local_sinkhorn.local_sinkhorn_forward, local_sinkhorn.local_sinkhorn_backward, {}),
 }
 # Windows' size, channels, views. The view 'rms' holds most; fewer taps or channels than these take the same tiles.
 LOCAL_CASES = ((3, 64, ('identity', 'rms', 'log')), (3, 256, ('rms',)), (2, 64, ('rms',)))
@@ -99,18 +99,18 @@ def local_kernels(cases: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Iterat
     """Every kernel for windows."""
     for (size, channels, views), (name, (*functions, flags)) in itertools.product(cases, LOCAL_SOLVERS.items()):
         for function, way in zip(functions, ('forward', 'backward'), strict=True):
-            cut = triton_windows.window_tiling(channels, size**2, way == 'backward')
+            cut = windows.window_tiling(channels, size**2, way == 'backward')
             shape = {'KH': size, 'KW': size, 'BLOCK_W': cut.block_w, 'BLOCK_C': cut.block_c}
             for view in views:
                 constants = shape | {'VIEW': view} | flags | ({'NEED_X': True} if way == 'backward' else {})
                 label, tile = f'local {size}×{size} {name} {way} {view}', f'{cut.block_w}×{cut.block_c}'
                 dtypes = ('fp32', 'fp16') if view == 'identity' else ('fp32',)
                 yield Kernel(label, tile, function, constants, WINDOWS, cut.num_warps, dtypes)
-    block = triton_windows.GATHER_BLOCK
+    block = windows.GATHER_BLOCK
     for size in sorted({size for size, _, _ in cases}):
         constants = {'KH': size, 'KW': size, 'BLOCK': block}
         label = f'local {size}×{size} gather'
-        yield Kernel(label, str(block), triton_windows.gather_windows, constants, WINDOWS, dtypes=('fp32', 'fp16'))
+        yield Kernel(label, str(block), windows.gather_windows, constants, WINDOWS, dtypes=('fp32', 'fp16'))
 
 
 def compiled(kernel: Kernel, target: GPUTarget, dtype: str, layout: str) -> Any:

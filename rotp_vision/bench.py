@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import SOLVERS, Backend, SolverName, triton_ops
+from rotp_vision.core import SOLVERS, Backend, SolverName, backend_lacks
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f'repeats and batch-size must be positive, got {args.repeats} and {args.batch_size}')
     if device.type == 'cuda' and not torch.cuda.is_available():
         raise ValueError(f'device must be one that torch finds, got {args.device!r}: torch sees no GPU')
-    missing = _missing(device)
+    missing = backend_lacks('triton', torch.empty(0, device=device))
     print(_machine(device))
     layout = ', channels_last' if args.channels_last else ''
     print(f'Forward and backward of (B = {args.batch_size}, C, H, W) maps in {args.dtype}{layout}, medians in ms.\n')
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
                 wrong.append(label)
     print()
     if missing:
-        print(f'The Triton kernels need {missing}: here there is the torch backend only.')
+        print(f"Backend 'triton' {missing}: here there is the torch backend only.")
     elif wrong:
         print("Choose backend='torch': the Triton kernels give other numbers here. Please report this table.")
         raise RuntimeError(f'{len(wrong)} of {len(speedups)} rows disagree: ' + '; '.join(wrong))
@@ -81,13 +81,6 @@ def run(args: argparse.Namespace) -> None:
         choice = 'triton' if statistics.geometric_mean(speedups) > 1 else 'torch'
         slow = sum(speedup < 1 for speedup in speedups)
         print(f"Choose backend='{choice}': triton agrees everywhere, and is slower in {slow} of {len(speedups)} rows.")
-
-
-def _missing(device: torch.device) -> str | None:
-    """What the Triton kernels lack, None where they run."""
-    if not triton_ops.INSTALLED:
-        return 'the package triton'
-    return None if device.type == 'cuda' or triton_ops.INTERPRETED else 'a GPU'
 
 
 def _pool(solver: SolverName, backend: Backend, local: bool) -> nn.Module:

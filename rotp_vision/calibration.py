@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import rot_pool, rot_problem
+from rotp_vision.core import rot_pool, rot_problem, view_of
 from rotp_vision.layers import PoolOptions
 from rotp_vision.layers.options import MEAN_START, View
-from rotp_vision.layers.weights import ModuleWeights, log_norm, view_of
+from rotp_vision.layers.weights import ModuleWeights, log_norm
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 
 Metric = Literal['loss', 'top1']
@@ -462,19 +462,17 @@ class _Search:
         return float(loss) if self.metric == 'loss' else float(1e-4 * loss - right)
 
     def _try(self, settings: Sequence[Setting]) -> None:
-        """Let the curves of the settings be known. Images go chunk by chunk, so that views are made once."""
+        """Let the curves of the settings be known."""
         new = [setting for setting in settings if setting not in self.known]
         pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
         for sets in self.sets if new else ():
-            x, seen = sets.float(), {}
+            x = sets.float()
             log_norms = log_norm(x)
             for setting in new:
-                if setting.view not in seen:
-                    seen[setting.view] = view_of(x, setting.view)
                 options = _options_at(self.options, setting)
-                problem = rot_problem(seen[setting.view], log_sample_prior=setting.power * log_norms)
+                problem = rot_problem(x, log_sample_prior=setting.power * log_norms, view=setting.view)
                 weights = ModuleWeights(options).to(x.device)()
-                pooled[setting].append(rot_pool(x, problem, weights, options.to_solver()))
+                pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
         for setting, chunks in pooled.items():
             with_gain = self.options.gain != 'off'
             self.known[setting] = _gain_curve(self.head, torch.cat(chunks), self.targets, with_gain)

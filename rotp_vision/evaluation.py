@@ -196,11 +196,11 @@ def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
         maps: what goes into it.
     """
     if isinstance(pool, MapPool):
-        sets, plan = pool.sets(maps), pool.plan(maps)
+        sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
     else:
         sets = maps.transpose(1, 2)
-        plan = pool.log_plan(sets)
-    weights = plan.softmax(2)
+        log_plan = pool.log_plan(sets)
+    weights = log_plan.softmax(2)
     pooled = (sets.to(weights.dtype) * weights).sum(2).abs() + torch.finfo(weights.dtype).tiny
     share = pooled / pooled.sum(1, keepdim=True)
     return (share * torch.special.entr(weights).sum(2).exp()).sum(1)

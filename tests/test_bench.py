@@ -1,11 +1,11 @@
-"""`rotp-vision bench` where there is nothing to choose; `triton_interpreted` has the rest."""
+"""`rotp-vision bench` where there is nothing to choose; `sets_interpreted` has the rest."""
 
 import argparse
 
 import pytest
 
 from rotp_vision import bench
-from rotp_vision.core import triton_ops
+from rotp_vision.core import triton as triton_room
 
 
 def run(*arguments: str) -> None:
@@ -14,16 +14,17 @@ def run(*arguments: str) -> None:
     bench.run(parser.parse_args(['--batch-size', '2', '--repeats', '1', *arguments]))
 
 
-@pytest.mark.parametrize(('installed', 'need'), [(True, 'a GPU'), (False, 'the package triton')])
+@pytest.mark.parametrize(('installed', 'need'), [(True, 'needs tensors on a GPU'), (False, 'needs the package triton')])
 def test_times_torch_and_says_why_not_triton(installed, need, monkeypatch, capsys):
     monkeypatch.setattr(bench, 'SHAPES', ((8, 2, 2),))
     monkeypatch.setattr(bench, 'LOCAL_SHAPES', ((4, 6, 6),))
-    monkeypatch.setattr(triton_ops, 'INSTALLED', installed)
+    monkeypatch.setattr(triton_room, 'INSTALLED', installed)
     run('--device', 'cpu', '--dtype', 'bfloat16')
     printed = capsys.readouterr().out
     assert printed.count('| 8×2×2 |') == 3
     assert printed.count('| 4×6×6, 3×3 windows, stride 2 |') == 3
-    assert f'need {need}: here there is the torch backend only' in printed
+    assert f"Backend 'triton' {need}" in printed
+    assert 'here there is the torch backend only' in printed
 
 
 def test_bad_arguments():

@@ -29,11 +29,11 @@ def test_places_by_their_definition(layout):
         plan = pool.log_plan(sets).detach()
     elif layout == 'mixed':
         pool, maps = MixedROTPool2d([options, MEAN_POOL]).double(), MAPS
-        plan = pool.plan(maps).detach()
+        plan = pool.map_log_plan(maps).detach()
     else:
         pool = GlobalROTPool2d(options, input_fmt=layout).double()
         maps = MAPS if layout == 'NCHW' else MAPS.permute(0, 2, 3, 1)
-        plan = pool.plan(maps).detach()
+        plan = pool.map_log_plan(maps).detach()
     for image, used in enumerate(places_used(pool, maps).tolist()):
         total, parts = 0.0, 0.0
         for d in range(5):

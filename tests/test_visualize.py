@@ -99,7 +99,7 @@ def test_weight_has_mass_one_and_lies_on_the_grid(make):
     rows = model.pool.log_plan(maps.average.flatten(2) * 35) if isinstance(model.pool, ROTSetPool) else None
     if rows is None and isinstance(model.pool, GlobalROTPool2d):
         grids = maps.average * 35
-        rows = model.pool.plan(grids.permute(0, 2, 3, 1) if model.layout == 'NHWC' else grids)
+        rows = model.pool.map_log_plan(grids.permute(0, 2, 3, 1) if model.layout == 'NHWC' else grids)
     if rows is not None:
         expected = torch.zeros(2, 35, dtype=torch.float64)
         sizes = maps.contributions.sum((2, 3)).abs()

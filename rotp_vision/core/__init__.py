@@ -1,9 +1,10 @@
 """The solvers: tensors in, plan out. Imports torch only; knows neither vision nor modules."""
 
+import rotp_vision.core.triton  # noqa: F401 - registers its backend
 from rotp_vision.core.badmm import badmm
-from rotp_vision.core.ops import decompositions
+from rotp_vision.core.explicit import decompositions, explicit_pool
 from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import Regularizer, ROTProblem, objective, rot_problem
+from rotp_vision.core.problem import VIEW_FLOOR, Regularizer, ROTProblem, View, objective, rot_problem, view_of
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.solver import (
     BACKENDS,
@@ -11,17 +12,19 @@ from rotp_vision.core.solver import (
     Backend,
     Solver,
     SolverName,
-    explicit_pool,
+    Windows,
+    backend_lacks,
     rot_pool,
+    rot_pool_windows,
     solve,
 )
 from rotp_vision.core.structure import Similarity, structural_force
 from rotp_vision.core.weights import StepWeights, step_weights
-from rotp_vision.core.windows import Windows, has_window_kernel, rot_pool_windows
 
 __all__ = [
     'BACKENDS',
     'SOLVERS',
+    'VIEW_FLOOR',
     'Backend',
     'ROTProblem',
     'Regularizer',
@@ -29,11 +32,12 @@ __all__ = [
     'Solver',
     'SolverName',
     'StepWeights',
+    'View',
     'Windows',
+    'backend_lacks',
     'badmm',
     'decompositions',
     'explicit_pool',
-    'has_window_kernel',
     'objective',
     'pool',
     'rot_pool',
@@ -43,4 +47,5 @@ __all__ = [
     'solve',
     'step_weights',
     'structural_force',
+    'view_of',
 ]

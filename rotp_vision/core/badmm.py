@@ -55,12 +55,12 @@ def badmm(
     """
     if regularizer not in ('entropic', 'quadratic'):
         raise ValueError(f"regularizer must be 'entropic' or 'quadratic', got {regularizer!r}")
-    x, log_p0, log_q0, mask = problem
+    x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
     quadratic = regularizer == 'quadratic'
     penalties = ('feature_penalty', 'sample_penalty') if coupled else ()
     modules = require('coupled badmm' if coupled else 'badmm', weights, 'smoothness', 'step', *penalties)
     structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
-    factors = None if weights.structure is None else similarity_factors(problem, similarity)
+    factors = None if weights.structure is None else similarity_factors(x, mask, similarity)
 
     interacts = quadratic or factors is not None  # whether P and S act on each other through more than their logarithms
 

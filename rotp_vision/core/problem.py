@@ -10,7 +10,7 @@ Shapes, used everywhere in this package:
 One set is X of shape (D, N); a feature map (B, C, H, W) is (B, D, N) with its last two axes flattened.
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,15 +18,26 @@ from torch import Tensor
 from rotp_vision.core.structure import Similarity, structural_force
 
 Regularizer = Literal['entropic', 'quadratic']
+View = Literal['identity', 'rms', 'log']
+
+# Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
+# view, which at a silent channel would otherwise be infinite.
+VIEW_FLOOR = 1e-3
 
 
 class ROTProblem(NamedTuple):
     """A checked batch of problems; make it with [`rot_problem`][rotp_vision.core.rot_problem]."""
 
-    features: Tensor  # (B, D, N) in float32 or float64 (or half, see `rot_problem`), zero on masked samples
+    features: Tensor  # (B, D, N) what is averaged, in any floating dtype, zero on masked samples
     log_feature_prior: Tensor  # (B or 1, D) log p0
     log_sample_prior: Tensor  # (B or 1, N) log q0, zero (not -inf) on masked samples so that gradients stay finite
     mask: Tensor | None  # (B, 1, N) bool, True on the samples that exist
+    view: str = 'identity'  # what the plan sees of the features, see `view_of`
+
+    def seen(self) -> Tensor:
+        """(B, D, N) the view of the features that the plan sees, in the dtype of the priors; zero on masked samples."""
+        x = self.features.to(self.log_feature_prior.dtype)
+        return x if self.view == 'identity' else zero_masked(view_of(x, self.view, self.mask), self.mask)
 
 
 def rot_problem(
@@ -34,22 +45,22 @@ def rot_problem(
     log_feature_prior: Tensor | None = None,
     log_sample_prior: Tensor | None = None,
     mask: Tensor | None = None,
-    keep_half: bool = False,
+    view: str = 'identity',
 ) -> ROTProblem:
-    """The batch of problems for `features`, checked, in float32 or wider, with normalised priors.
+    """The batch of problems for `features`, checked, with normalised priors in float32 or wider.
 
     Args:
-        features: (B, D, N), any floating dtype. Strided views (channels_last maps) are not copied.
+        features: (B, D, N), any floating dtype; solvers compute in that of the priors. Strided views (channels_last
+            maps) are not copied.
         log_feature_prior: (B, D) or (1, D) log p0 up to a constant (logits are welcome); uniform if None.
         log_sample_prior: (B, N) or (1, N) log q0 up to a constant; uniform if None.
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
-        keep_half: leave features of half precision as they are, for kernels that widen what they read.
+        view: what the plan sees of the features, 'identity', 'rms' or 'log', see `view_of`.
     """
     if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-        _check(features, log_feature_prior, log_sample_prior, mask)
-    dtype = torch.promote_types(features.dtype, torch.float32)
-    x = features if keep_half else features.to(dtype)
+        _check(features, log_feature_prior, log_sample_prior, mask, view)
+    x, dtype = features, torch.promote_types(features.dtype, torch.float32)
     num_features, num_samples = x.shape[1:]
     if log_feature_prior is None:
         log_p0 = x.new_zeros([1, num_features], dtype=dtype).log_softmax(-1)
@@ -57,11 +68,39 @@ def rot_problem(
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
     log_q0 = x.new_zeros([1, num_samples], dtype=dtype) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
-        return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None)
+        return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None, view)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
-    gone = ~mask
-    log_q0 = log_q0.masked_fill(gone, -torch.inf).log_softmax(-1).masked_fill(gone, 0.0)
-    return ROTProblem(x.masked_fill(gone.unsqueeze(1), 0.0), log_p0, log_q0, mask.unsqueeze(1))
+    masked = ~mask
+    log_q0 = log_q0.masked_fill(masked, -torch.inf).log_softmax(-1).masked_fill(masked, 0.0)
+    return ROTProblem(x.masked_fill(masked.unsqueeze(1), 0.0), log_p0, log_q0, mask.unsqueeze(1), view)
+
+
+def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:
+    """What a plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
+
+        identity   x
+        rms        x / sqrt(mean_n x² + floor²)
+        log        log(max(x, 0) + floor)
+
+    Args:
+        x: (B, D, N), any floating dtype.
+        view: which of the three.
+        mask: (B, 1, N) bool, True on the samples that exist; None where all do.
+        floor: below which a channel counts as silent.
+    """
+    if view == 'identity':
+        return x
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if view == 'log':
+        return (x.relu() + floor).log()
+    # In units of the row's largest magnitude, whose square might overflow.
+    unit = x.detach().abs().amax(2, keepdim=True).clamp_min(floor)
+    x = x / unit
+    if mask is None:
+        mean_square = x.square().mean(2, keepdim=True)
+    else:
+        mean_square = x.square().sum(2, keepdim=True) / mask.sum(2, keepdim=True)
+    return x * (mean_square + (floor / unit).square()).rsqrt()
 
 
 def hide_masked(log_values: Tensor, mask: Tensor | None) -> Tensor:
@@ -109,7 +148,7 @@ def objective(
     Returns:
         (B,) the objective of each set.
     """
-    x, log_p0, log_q0, mask = problem
+    x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
     log_plan = hide_masked(log_plan, mask)
     plan = log_plan.exp()
     gain = x if structure is None else x + structure * structural_force(problem, plan, similarity)
@@ -133,11 +172,15 @@ def _kl(mass: Tensor, log_prior: Tensor, mask: Tensor | None) -> Tensor:
     return (torch.special.xlogy(mass, mass) - mass * log_prior).sum(-1) - mass.sum(-1) + prior.sum(-1)
 
 
-def _check(features: Tensor, log_feature_prior: Tensor | None, log_sample_prior: Tensor | None, mask: Tensor | None):
+def _check(
+    features: Tensor, log_feature_prior: Tensor | None, log_sample_prior: Tensor | None, mask: Tensor | None, view: str
+):
     if features.dim() != 3:
         raise ValueError(f'features must have shape (B, D, N), got {tuple(features.shape)}')
     if not features.is_floating_point():
         raise ValueError(f'features must be floating point, got {features.dtype}')
+    if view not in get_args(View):
+        raise ValueError(f'view must be one of {", ".join(get_args(View))}, got {view!r}')
     batch, num_features, num_samples = features.shape
     if num_features == 0 or num_samples == 0:
         raise ValueError(f'features must have at least one feature and one sample, got {tuple(features.shape)}')

@@ -38,11 +38,11 @@ def sinkhorn(
     """
     if num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {num_inner}')
-    x, log_p0, log_q0, mask = problem
+    x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
     modules = require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
     proximals = [None] * len(modules) if weights.proximal is None else weights.proximal.unbind()
     structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
-    factors = None if weights.structure is None else similarity_factors(problem, similarity)
+    factors = None if weights.structure is None else similarity_factors(x, mask, similarity)
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
     log_plan = log_p0 + log_q0
     for (alpha1, alpha2, alpha3), alpha0, tau in zip(modules, structures, proximals, strict=True):

@@ -1,19 +1,16 @@
-"""Which solver, and the two front doors that every layer uses: the plan, and the pooled features."""
+"""Which solver and which backend, and the front doors that every layer uses: the plan, and the pooled features."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
-from rotp_vision.core.fast_badmm import badmm_pool
-from rotp_vision.core.fast_coupled import coupled_badmm_pool
-from rotp_vision.core.fast_sinkhorn import sinkhorn_pool
 from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import ROTProblem, zero_masked
+from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
-from rotp_vision.core.triton_ops import require_triton
 from rotp_vision.core.weights import StepWeights, require
 
 SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
@@ -33,6 +30,44 @@ class Solver(NamedTuple):
     backend: Backend = 'auto'  # of rot_pool: 'auto' is 'torch'
 
 
+class Windows(NamedTuple):
+    """Which windows a grid of pixels has. Padding is before the grid; what lies outside it does not exist."""
+
+    kernel_h: int
+    kernel_w: int
+    stride_h: int
+    stride_w: int
+    padding_h: int
+    padding_w: int
+    dilation_h: int
+    dilation_w: int
+    height: int  # how many windows lie above each other: H'
+    width: int  # and beside each other: W'
+
+
+class Implementation(NamedTuple):
+    """A backend of the front doors below. A reason is a clause that follows its name, None where there is none."""
+
+    refuses: Callable[[StepWeights, Solver], str | None]  # the reason why it cannot solve this
+    lacks: Callable[[Tensor], str | None]  # the reason why it cannot run on such features
+    pool: Callable[[ROTProblem, StepWeights, Solver], Tensor]
+    # As `rot_pool_windows`; None where it has nothing for windows.
+    pool_windows: Callable[[Tensor, StepWeights, Solver, Windows, str], Tensor | None] | None = None
+
+
+_IMPLEMENTATIONS: dict[str, Implementation] = {}
+
+
+def register_backend(name: Backend, implementation: Implementation) -> None:
+    """Let the front doors choose `implementation` where a solver's backend is `name`."""
+    _IMPLEMENTATIONS[name] = implementation
+
+
+def backend_lacks(name: Backend, features: Tensor) -> str | None:
+    """The reason why a backend cannot run on such features, as a clause that follows its name; None where it can."""
+    return _IMPLEMENTATIONS[name].lacks(features)
+
+
 def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     """(B, D, N) log plan of mass one, -inf on masked samples, by the chosen solver."""
     if solver.name == 'sinkhorn':
@@ -43,90 +78,59 @@ def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     return badmm(problem, weights, regularizer=regularizer, coupled=solver.coupled, similarity=solver.similarity)
 
 
-def rot_pool(features: Tensor, problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    """(B, D) pooled `features` (B, D, N), in their dtype: `pool(features, solve(problem, weights, solver))`.
-
-    `problem.features` is what the plan sees, `features` what is averaged; hand over the same tensor where they are one.
-    Masked samples may hold anything, even NaN.
+def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
+    """(B, D) pooled features of a problem, in their dtype: `pool(problem.features, solve(problem, weights, solver))`.
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
     'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd; 'auto' is
     'torch', on every device.
     """
+    return _implementation(problem.features, weights, solver).pool(problem, weights, solver)
+
+
+def rot_pool_windows(
+    maps: Tensor, weights: StepWeights, solver: Solver, windows: Windows, view: str = 'identity'
+) -> Tensor | None:
+    """(B, C, H', W') every window of `maps` (B, C, H, W) pooled with uniform priors, in their dtype and memory format.
+
+    A window is a set of its pixels inside the map with all channels as features, and is pooled as `rot_pool` does.
+    Every window has a pixel inside the map. None where the backend has no way to do it but to cut the windows out,
+    which is then for the caller to do.
+    """
+    pool_windows = _implementation(maps, weights, solver).pool_windows
+    return None if pool_windows is None else pool_windows(maps, weights, solver, windows, view)
+
+
+def _implementation(features: Tensor, weights: StepWeights, solver: Solver) -> Implementation:
+    """The backend that the solver chooses, once it is certain that it can run."""
     if solver.backend not in BACKENDS:
         raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
-    if solver.implicit and (solver.name != 'sinkhorn' or solver.backend == 'reference'):
-        raise ValueError(f'implicit is for sinkhorn and by its operator, got {solver}')
-    # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
-    exporting = torch.onnx.is_in_onnx_export()
-    triton = solver.backend == 'triton' and not exporting
-    if triton:
-        check_triton(problem.features, weights, solver)
-    if solver.backend == 'reference' or exporting:
-        return pool(zero_masked(features, problem.mask), solve(problem, weights, solver))
-    if features.shape != problem.features.shape:
-        raise ValueError(
-            'features must have the shape of the features of the problem, '
-            f'got {tuple(features.shape)} and {tuple(problem.features.shape)}'
-        )
-    check_weights(weights, solver)
-    averaged = None if features is problem.features else zero_masked(features, problem.mask)
-    name, coupled, num_inner, similarity, implicit, _ = solver
-    return explicit_pool(averaged, problem, weights, name, coupled, num_inner, similarity, implicit, triton)
-
-
-def check_triton(x: Tensor, weights: StepWeights, solver: Solver) -> None:
-    """Raise if the Triton kernels do not solve this, or cannot run on `x`."""
-    if solver.coupled or solver.implicit or weights.structure is not None or weights.proximal is not None:
-        raise ValueError(
-            "backend 'triton' knows no coupled marginals, structural or proximal term and no implicit gradients; "
-            "use backend 'auto'"
-        )
-    require_triton(x)
-
-
-def check_weights(weights: StepWeights, solver: Solver) -> None:
-    """Raise if a weight is missing that the solver's operator reads."""
+    if solver.implicit and solver.name != 'sinkhorn':
+        raise ValueError(f'implicit is for sinkhorn, got {solver}')
+    if solver.num_inner < 1:
+        raise ValueError(f'num_inner must be at least 1, got {solver.num_inner}')
     if solver.name == 'sinkhorn':
         require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
     elif solver.coupled:
         require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
     else:
         require('badmm', weights, 'smoothness', 'step')
+    # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
+    if torch.onnx.is_in_onnx_export():
+        return _IMPLEMENTATIONS['reference']
+    chosen = _IMPLEMENTATIONS['torch' if solver.backend == 'auto' else solver.backend]
+    reason = chosen.refuses(weights, solver) or chosen.lacks(features)
+    if reason is not None:
+        raise ValueError(f"backend '{solver.backend}' {reason}; use backend 'auto' or 'torch'")
+    return chosen
 
 
-def explicit_pool(
-    features: Tensor | None,
-    problem: ROTProblem,
-    weights: StepWeights,
-    name: str,
-    coupled: bool,
-    num_inner: int,
-    similarity: str,
-    implicit: bool,
-    triton: bool = False,
-) -> Tensor:
-    """`rot_pool` by its operator. Can be scripted, unlike `rot_pool`.
+def _pool_by_formula(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
+    return pool(problem.features, solve(problem, weights, solver))
 
-    Args:
-        features: (B, D, N) what is averaged; None where it is `problem.features`.
-        problem: the batch of problems.
-        weights: of the modules.
-        name: the solver; this and the rest are the fields of `Solver`.
-        coupled: see `Solver`.
-        num_inner: see `Solver`.
-        similarity: see `Solver`.
-        implicit: see `Solver`.
-        triton: whether the Triton operator does it.
-    """
-    x, log_p0, log_q0, mask = problem
-    if mask is not None:
-        log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
-    log_p0, log_q0 = log_p0.expand(x.shape[0], -1), log_q0.expand(x.shape[0], -1)
-    if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, x, log_p0, log_q0, weights, num_inner, implicit, similarity, triton)
-    elif coupled:
-        pooled = coupled_badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity)
-    else:
-        pooled = badmm_pool(features, x, log_p0, log_q0, weights, name == 'badmm-q', similarity, triton)
-    return pooled
+
+def _refuses(weights: StepWeights, solver: Solver) -> str | None:
+    return 'has no implicit gradients' if solver.implicit else None
+
+
+register_backend('reference', Implementation(_refuses, lambda features: None, _pool_by_formula))

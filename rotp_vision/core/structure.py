@@ -28,13 +28,12 @@ def structural_force(problem: 'ROTProblem', plan: Tensor, similarity: Similarity
     Returns:
         (B, D, N), zero on masked samples.
     """
-    left, right = similarity_factors(problem, similarity)
+    left, right = similarity_factors(problem.seen(), problem.mask, similarity)
     return apply_factors(left, right, plan)
 
 
-def similarity_factors(problem: 'ROTProblem', similarity: Similarity) -> tuple[Tensor, Tensor]:
-    """L and R, both (B, D, N), with Σ1 = L Lᵀ and Σ2 = Rᵀ R; zero on masked samples."""
-    x, mask = problem.features, problem.mask
+def similarity_factors(x: Tensor, mask: Tensor | None, similarity: Similarity) -> tuple[Tensor, Tensor]:
+    """L and R, both (B, D, N), with Σ1 = L Lᵀ and Σ2 = Rᵀ R; zero on masked samples, as is `x` (B, D, N)."""
     num_features, num_samples = x.shape[1:]
     if similarity == 'covariance':
         count = num_samples if mask is None else mask.sum(-1, keepdim=True, dtype=x.dtype)

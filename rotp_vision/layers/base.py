@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
-from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight, view_of
+from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
 
 
 class ROTPool(nn.Module):
@@ -44,7 +44,6 @@ class ROTPool(nn.Module):
         # The solver's fields once more, one by one: TorchScript does not take it whole.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
         self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
-        self._triton = self.solver.backend == 'triton'
         self.weights = ModuleWeights(options)
         self.prior = None
         if options.prior == 'attention':
@@ -68,19 +67,17 @@ class ROTPool(nn.Module):
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
             self.prior = prior
 
-    def _problem(
-        self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, keep_half: bool = False
-    ) -> ROTProblem:
+    def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
         log_feature_prior: Tensor | None = None
         if self.prior is not None:
             log_feature_prior, log_prior = self.prior(x)
             log_sample_prior = log_prior if log_sample_prior is None else log_sample_prior + log_prior
         return rot_problem(
-            view_of(x, self.view, mask),
+            x,
             log_feature_prior=log_feature_prior,
             log_sample_prior=log_sample_prior,
             mask=mask,
-            keep_half=keep_half,
+            view=self.view,
         )
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
@@ -92,32 +89,24 @@ class ROTPool(nn.Module):
             log_sample_prior: (B or 1, N) logits of q0, to which those of the layer's own prior are added; None for
                 uniform.
         """
-        x = self._without_masked(x, mask)
-        keep_half = False
-        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            # Triton kernels widen what they read; the reference, which is what ONNX gets, does not.
-            keep_half = self._triton and not torch.onnx.is_in_onnx_export()
-        return self._pool(x, self._problem(x, mask, log_sample_prior, keep_half))
+        return self._pool(self._problem(self._without_masked(x, mask), mask, log_sample_prior))
 
-    def _pool(self, x: Tensor, problem: ROTProblem) -> Tensor:
-        # Where the plan sees the features themselves there is one tensor to read and to keep, not two.
-        features = problem.features if self.view == 'identity' else x
+    def _pool(self, problem: ROTProblem) -> Tensor:
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             weights = self.weights()
             pooled = explicit_pool(
-                features, problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
+                problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
             )
         else:
-            pooled = rot_pool(features, problem, self.weights(), self.solver)
+            pooled = rot_pool(problem, self.weights(), self.solver)
         if self.gain is not None:
             pooled = pooled * self.gain().to(pooled.dtype)
-        return pooled.to(x.dtype)
+        return pooled
 
     def _without_masked(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """`x` (B, D, N) with zeros where nothing is, as padding may hold anything, NaN included."""
-        # A view and a prior read it before the problem is made, which does the same for what the plan sees.
-        read_before = self.view != 'identity' or self.prior is not None
-        return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and read_before else x
+        # A prior reads it before the problem is made, which does the same.
+        return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
 
     def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""

@@ -51,7 +51,7 @@ class MapPool(ROTPool):
         """Whether this pool does nothing (timm's pool protocol)."""
         return False
 
-    def plan(self, x: Tensor) -> Tensor:
+    def map_log_plan(self, x: Tensor) -> Tensor:
         """(B, D, N) log plan of mass one for the feature map `x`, N = H · W row by row."""
         return self.log_plan(self.sets(x))
 

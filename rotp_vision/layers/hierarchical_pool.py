@@ -85,7 +85,7 @@ class MixedROTPool2d(MapPool):
         sets = self.sets(x)
         return self.shaped(self.pool_sets(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)))
 
-    def plan(self, x: Tensor) -> Tensor:
+    def map_log_plan(self, x: Tensor) -> Tensor:
         """(B, D, N) log plan of mass one under which this layer averages: the heads' plans, fused row by row."""
         sets = self.sets(x)
         fusion = self.log_plan(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)).log_softmax(2)

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rotp_vision.core import Windows, has_window_kernel, rot_pool_windows
+from rotp_vision.core import Windows, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
-from rotp_vision.layers.weights import VIEW_FLOOR
 
 # Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
 CHUNK_VALUES = 2**21
@@ -80,12 +79,13 @@ class LocalROTPool2d(ROTPool):
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
-        if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if self.prior is None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            if self.prior is None and has_window_kernel(windows, x.shape[1], self.solver):
-                pooled = self._pool_uncut(x, windows)
-                if not self.count_include_pad:
-                    return pooled
+            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
+            if pooled is not None and self.gain is not None:
+                pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
+            if pooled is not None and not self.count_include_pad:
+                return pooled
         padded = F.pad(x, [left, right, top, bottom])
         if max(top, bottom, left, right) == 0:
             return self._pool_padded(padded, None, rows, columns) if pooled is None else pooled
@@ -105,13 +105,6 @@ class LocalROTPool2d(ROTPool):
             pooled = pooled * share.to(pooled.dtype)
         return pooled
 
-    def _pool_uncut(self, x: Tensor, windows: Windows) -> Tensor:
-        """All windows by kernels that read them in the map."""
-        pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view, VIEW_FLOOR)
-        if self.gain is not None:
-            pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
-        return pooled
-
     def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
         """All windows, in chunks where they are many."""
         # A traced graph has one chunk: its number may not depend on the batch, and memory is the compiler's business.
@@ -128,7 +121,7 @@ class LocalROTPool2d(ROTPool):
     def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
         sets, mask = self._windows(padded, inside, first, last, columns)
-        pooled = self._pool(sets, self._problem(sets, mask, None))
+        pooled = self._pool(self._problem(sets, mask, None))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
     def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
@@ -139,7 +132,7 @@ class LocalROTPool2d(ROTPool):
         def make(windows_of: Tensor):
             made['sets'], mask = self._windows(windows_of, inside, first, last, columns)
             problem = self._problem(made['sets'], mask, None)
-            made['seen'] = problem.features
+            made['features'] = problem.features  # another tensor where there is a mask
             return problem
 
         def pack(tensor: Tensor) -> Tensor | str:
@@ -157,8 +150,7 @@ class LocalROTPool2d(ROTPool):
             return made[packed]
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            problem = make(padded)
-            pooled = self._pool(made['sets'], problem)
+            pooled = self._pool(make(padded))
         made.clear()
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 

@@ -7,10 +7,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName
+from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName, View
 
 Start = Literal['mean', 'max', 'paper']
-View = Literal['identity', 'rms', 'log']
 Gain = Literal['off', 'scalar', 'channel']
 Prior = Literal['uniform', 'norm', 'attention']
 Learn = Literal['per-module', 'shared', 'fixed']

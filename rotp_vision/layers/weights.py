@@ -1,4 +1,4 @@
-"""Learnable positive weights, learned priors, and the views that a plan sees."""
+"""Learnable positive weights and learned priors."""
 
 import math
 from collections.abc import Sequence
@@ -7,12 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import StepWeights
+from rotp_vision.core import VIEW_FLOOR, StepWeights
 from rotp_vision.layers.options import FLOAT32, PoolOptions
 
-# Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
-# view, which at a silent channel would otherwise be infinite.
-VIEW_FLOOR = 1e-3
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
 NORM_SCALE = 2.0**-46
 
@@ -193,29 +190,3 @@ class _LogNorm(torch.autograd.Function):
         x, log_norms = ctx.saved_tensors
         inverse = (-log_norms).exp().masked_fill(log_norms <= math.log(VIEW_FLOOR), 0.0).unsqueeze(1)
         return (x.to(inverse.dtype) * inverse * (grad.unsqueeze(1) * inverse)).to(x.dtype)
-
-
-def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:
-    """What the plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
-
-    identity   x
-    rms        x / sqrt(mean_n x² + floor²)
-    log        log(max(x, 0) + floor)
-    """
-    if view == 'identity':
-        return x
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if view == 'log':
-        return (x.clamp_min(0.0) + floor).log()
-    if x.shape[2] == 0:
-        return x  # which has no largest value, and is refused where the problem is made
-    # Squares of values from 1e19 on are infinite, their gradients NaN, and inexact long before: such a channel is
-    # divided by its largest value first.
-    largest = torch.maximum(x.detach().amax(2, keepdim=True), -x.detach().amin(2, keepdim=True))
-    scale = torch.where(largest > 1e10, largest, torch.ones_like(largest))
-    x = x / scale
-    if mask is None:
-        mean_square = x.square().mean(2, keepdim=True)
-    else:
-        mean_square = x.square().sum(2, keepdim=True) / mask.sum(1).view(-1, 1, 1)
-    return x * (mean_square + (floor / scale).square()).rsqrt()

@@ -49,7 +49,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
     maps, pooled = ran[index].input, ran[index].output.flatten(1)
     with torch.no_grad():
         if isinstance(pool, MapPool):
-            sets, log_plan = pool.sets(maps), pool.plan(maps)
+            sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
             grid = tuple(maps.shape[1:3] if pool.input_fmt == 'NHWC' else maps.shape[2:])
         else:
             sets = maps.transpose(1, 2)

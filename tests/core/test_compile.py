@@ -25,7 +25,7 @@ class Pool(nn.Module):
 
     def forward(self, x, mask=None):
         weights = StepWeights(*(getattr(self, name) for name in StepWeights._fields))
-        return rot_pool(x, rot_problem(x, mask=mask), weights, self.solver)
+        return rot_pool(rot_problem(x, mask=mask), weights, self.solver)
 
 
 def make(solver, similarity, masked):

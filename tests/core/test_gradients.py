@@ -20,7 +20,7 @@ def test_gradcheck(solver, similarity, masked):
     def plan_and_pooled(x, log_p0, log_q0, *values):
         problem = rot_problem(x, log_feature_prior=log_p0, log_sample_prior=log_q0, mask=mask)
         tensors = StepWeights(**dict(zip(read, values, strict=True)))
-        return solve(problem, tensors, solver).exp(), rot_pool(x, problem, tensors, solver)
+        return solve(problem, tensors, solver).exp(), rot_pool(problem, tensors, solver)
 
     inputs = [random(2, 3, 4), random(2, 3, seed=1), random(2, 4, seed=2), *(weights[name].clone() for name in read)]
     inputs = [value.requires_grad_() for value in inputs]

@@ -25,13 +25,13 @@ def assert_equal(actual, expected, atol=1e-12):
 @every_structure
 def test_order_of_the_samples_does_not_matter(solver, similarity):
     solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
-    x, log_p0, log_q0, _ = varied_problem(2, 4, 7)
+    x, log_p0, log_q0, *_ = varied_problem(2, 4, 7)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     plans, pooled = [], []
     for index in (torch.arange(7), order):
         problem = rot_problem(x[..., index], log_feature_prior=log_p0, log_sample_prior=log_q0[:, index])
         plans.append(solve(problem, weights, solver))
-        pooled.append(rot_pool(x[..., index], problem, weights, solver))
+        pooled.append(rot_pool(problem, weights, solver))
     assert_equal(plans[1], plans[0][..., order])
     assert_equal(pooled[1], pooled[0])
 
@@ -42,12 +42,12 @@ def test_order_of_the_samples_does_not_matter(solver, similarity):
 def test_padding_does_not_matter(solver, similarity, padding):
     """A padded set gives what the unpadded one gives, and nothing flows back to the padding."""
     solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
-    x, log_p0, log_q0, _ = varied_problem(2, 4, 7)
+    x, log_p0, log_q0, *_ = varied_problem(2, 4, 7)
     mask = torch.tensor([[True, True, False, True, False, True, True], [False, False, True, True, False, True, False]])
     padded = x.masked_fill(~mask.unsqueeze(1), padding).requires_grad_()
     log_q0 = log_q0.detach().masked_fill(~mask, padding).requires_grad_()
     problem = rot_problem(padded, log_feature_prior=log_p0, log_sample_prior=log_q0, mask=mask)
-    log_plan, pooled = solve(problem, weights, solver), rot_pool(padded, problem, weights, solver)
+    log_plan, pooled = solve(problem, weights, solver), rot_pool(problem, weights, solver)
     towards = random(2, 4, seed=9)
     grad_x, grad_q0 = torch.autograd.grad((pooled * towards).sum(), [padded, log_q0])
     assert (log_plan[~mask.unsqueeze(1).expand_as(log_plan)] == -torch.inf).all()
@@ -58,7 +58,7 @@ def test_padding_does_not_matter(solver, similarity, padding):
         small = rot_problem(
             alone, log_feature_prior=log_p0[b : b + 1], log_sample_prior=log_q0.detach()[b : b + 1, mask[b]]
         )
-        expected = rot_pool(alone, small, weights, solver)
+        expected = rot_pool(small, weights, solver)
         assert_equal(log_plan[b : b + 1, :, mask[b]], solve(small, weights, solver))
         assert_equal(pooled[b : b + 1], expected)
         (grad,) = torch.autograd.grad((expected * towards[b]).sum(), alone)
@@ -78,7 +78,7 @@ def test_a_full_mask_changes_nothing(solver, similarity):
 @every_structure
 def test_sets_of_a_batch_do_not_see_each_other(solver, similarity):
     solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
-    x, log_p0, log_q0, _ = varied_problem(3, 4, 5)
+    x, log_p0, log_q0, *_ = varied_problem(3, 4, 5)
     x[1] *= 1e3  # a neighbour that would be felt
     together = solve(rot_problem(x, log_feature_prior=log_p0, log_sample_prior=log_q0), weights, solver)
     for b in (0, 2):
@@ -103,9 +103,7 @@ def test_one_constant_added_to_all_features_shifts_the_output_alone(solver, simi
     x = random(2, 4, 5)
     shifted = x + 7.0
     assert_equal(solve(rot_problem(shifted), weights, solver), solve(rot_problem(x), weights, solver), 1e-11)
-    assert_equal(
-        rot_pool(shifted, rot_problem(shifted), weights, solver), rot_pool(x, rot_problem(x), weights, solver) + 7.0
-    )
+    assert_equal(rot_pool(rot_problem(shifted), weights, solver), rot_pool(rot_problem(x), weights, solver) + 7.0)
 
 
 @every_variant
@@ -162,7 +160,7 @@ def test_sinkhorn_of_two_pooled_sets_becomes_mixed_pooling():
 def test_one_published_module_is_softmax_pooling(solver):
     x, rho = random(2, 6, 9), 0.7
     weights = step_weights(1, smoothness=0.5, step=rho, dtype=torch.float64)
-    assert_equal(rot_pool(x, rot_problem(x), weights, solver), (x * (x / rho).softmax(2)).sum(2))
+    assert_equal(rot_pool(rot_problem(x), weights, solver), (x * (x / rho).softmax(2)).sum(2))
 
 
 @pytest.mark.parametrize('solver', VARIANTS.values(), ids=VARIANTS)
@@ -183,7 +181,7 @@ def test_every_solver_becomes_mean_or_attention_pooling(solver, prior):
             step=temperature,
             dtype=torch.float64,
         )
-        errors.append(rot_pool(x, rot_problem(x, log_sample_prior=logits), weights, solver) - expected)
+        errors.append(rot_pool(rot_problem(x, log_sample_prior=logits), weights, solver) - expected)
     assert errors[0].abs().max() < 1e-3
     assert_equal(errors[1], errors[0] / 10, 1e-7)
 
@@ -193,6 +191,6 @@ def test_one_sharp_published_module_is_max_pooling(solver):
     """ρ = 1e-3 errs by at most ρ log N."""
     x = random(2, 6, 9)
     weights = step_weights(1, smoothness=1.0, step=1e-3, dtype=torch.float64)
-    error = x.amax(2) - rot_pool(x, rot_problem(x), weights, solver)
+    error = x.amax(2) - rot_pool(rot_problem(x), weights, solver)
     assert (error >= 0).all()
     assert (error < 1e-3 * torch.tensor(9.0).log()).all()

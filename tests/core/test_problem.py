@@ -31,7 +31,8 @@ def test_mask_takes_mass_from_missing_samples_only():
 def test_computes_in_float32_or_wider(dtype):
     problem = rot_problem(torch.ones(1, 2, 3, dtype=dtype), log_sample_prior=torch.zeros(1, 3, dtype=torch.float16))
     expected = torch.float64 if dtype == torch.float64 else torch.float32
-    assert {problem.features.dtype, problem.log_feature_prior.dtype, problem.log_sample_prior.dtype} == {expected}
+    assert problem.features.dtype == dtype
+    assert {problem.seen().dtype, problem.log_feature_prior.dtype, problem.log_sample_prior.dtype} == {expected}
 
 
 def test_channels_last_maps_are_not_copied():

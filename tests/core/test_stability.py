@@ -21,7 +21,7 @@ def assert_sound(x, solver, mask=None, *, structure=None, **weights):
         tensors['structure'] = torch.full((NUM_MODULES,), structure, requires_grad=True)
     problem, step = rot_problem(x, mask=mask), StepWeights(**tensors)
     log_plan = solve(problem, step, solver)
-    pooled = rot_pool(x, problem, step, solver)
+    pooled = rot_pool(problem, step, solver)
     assert not log_plan.isnan().any()
     assert (log_plan < 1e-3).all()  # -inf is the logarithm of no mass
     assert ((log_plan.double().exp().sum((1, 2)) - 1).abs() < 1e-3).all()
@@ -97,7 +97,7 @@ def test_hard_maps(solver, similarity, x):
 def test_constant_maps_pool_to_the_constant(solver, value):
     x = torch.full((2, 5, 10), value)
     weights = varied_weights(4, solver, structure=True, dtype=torch.float32)
-    torch.testing.assert_close(rot_pool(x, rot_problem(x), weights, solver), x[:, :, 0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(rot_pool(rot_problem(x), weights, solver), x[:, :, 0], rtol=1e-6, atol=0)
 
 
 @every_variant
@@ -109,7 +109,7 @@ def test_half_precision_is_computed_in_float32(solver, similarity, dtype):
     weights = varied_weights(3, solver, structure=similarity is not None, dtype=torch.float32)
     half = random(2, 5, 10).to(dtype).requires_grad_()
     full = half.detach().float().requires_grad_()
-    pooled_half, pooled_full = (rot_pool(x, rot_problem(x), weights, solver) for x in (half, full))
+    pooled_half, pooled_full = (rot_pool(rot_problem(x), weights, solver) for x in (half, full))
     assert solve(rot_problem(half), weights, solver).dtype == torch.float32
     assert pooled_half.dtype == dtype
     assert torch.equal(pooled_half, pooled_full.to(dtype))
@@ -129,7 +129,7 @@ def test_autocast_changes_nothing(solver, similarity):
         x = random(2, 5, 10, dtype=torch.float32).requires_grad_()
         with torch.autocast('cpu', torch.bfloat16, enabled=enabled):
             problem = rot_problem(x)
-            log_plan, pooled = solve(problem, weights, solver), rot_pool(x, problem, weights, solver)
+            log_plan, pooled = solve(problem, weights, solver), rot_pool(problem, weights, solver)
         results.append((log_plan, pooled, *torch.autograd.grad(pooled.sum(), x)))
     for off, on in zip(*results, strict=True):
         assert on.dtype == torch.float32

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool
-from rotp_vision.core import pool, rot_problem, solve
-from rotp_vision.layers.weights import VIEW_FLOOR, log_norm, view_of
+from rotp_vision.core import VIEW_FLOOR, pool, rot_problem, solve, view_of
+from rotp_vision.layers.weights import log_norm
 
 SOLVERS = [
     {'solver': 'sinkhorn'},

@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from rotp_vision import PoolOptions, ROTPool
-from rotp_vision.layers.weights import AttentionPrior, PositiveWeight, view_of
+from rotp_vision.core import view_of
+from rotp_vision.layers.weights import AttentionPrior, PositiveWeight
 
 
 @pytest.mark.parametrize('learn', ['per-module', 'shared', 'fixed'])
@@ -76,7 +77,7 @@ def test_attention_prior_reaches_the_plan():
 def test_views_with_mask_equal_views_of_what_is_left(view):
     x = torch.rand(1, 3, 6)
     mask = torch.tensor([[True, True, False, True, False, True]])
-    seen = view_of(x.masked_fill(~mask, 0.0), view, mask)
+    seen = view_of(x.masked_fill(~mask, 0.0), view, mask.unsqueeze(1))
     torch.testing.assert_close(seen[..., mask[0]], view_of(x[..., mask[0]], view))
 
 

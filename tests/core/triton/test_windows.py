@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from rotp_vision.core import Windows, triton_ops
-from rotp_vision.core.windows import has_window_kernel
+from rotp_vision.core import Windows, rot_pool_windows
+from rotp_vision.core import triton as triton_room
 from rotp_vision.layers import LocalROTPool2d
-from tests.core.test_triton import needs_triton, run
+from tests.core.triton.test_sets import needs_triton, run
 
 
 @needs_triton
 def test_kernels_in_the_interpreter():
-    """Outputs and every gradient equal the torch path's; see `triton_local_interpreted`, which this runs."""
-    run('-m', 'pytest', '-x', 'tests/core/triton_local_interpreted.py', TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
+    """Outputs and every gradient equal the torch path's; see `windows_interpreted`, which this runs."""
+    run('-m', 'pytest', '-x', 'tests/core/triton/windows_interpreted.py', TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
 
 
 def pool(dtype=torch.float32, **options) -> torch.Tensor:
@@ -22,8 +22,8 @@ def pool(dtype=torch.float32, **options) -> torch.Tensor:
 
 def test_auto_does_not_mean_triton():
     assert pool(backend='auto').shape == (1, 3, 2, 2)
-    solver = LocalROTPool2d(kernel_size=3).solver
-    assert not has_window_kernel(Windows(3, 3, 1, 1, 0, 0, 1, 1, 2, 2), 3, solver)
+    layer, maps = LocalROTPool2d(kernel_size=3), torch.zeros(1, 3, 4, 4)
+    assert rot_pool_windows(maps, layer.weights(), layer.solver, Windows(3, 3, 1, 1, 0, 0, 1, 1, 2, 2)) is None
 
 
 def test_needs_a_gpu():
@@ -42,7 +42,7 @@ def test_needs_a_gpu():
     ],
 )
 def test_what_it_cannot_do(message, options, monkeypatch):
-    monkeypatch.setattr(triton_ops, 'INSTALLED', True)
-    monkeypatch.setattr(triton_ops, 'INTERPRETED', True)
+    monkeypatch.setattr(triton_room, 'INSTALLED', True)
+    monkeypatch.setattr(triton_room, 'INTERPRETED', True)
     with pytest.raises(ValueError, match=message):
         pool(**options)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotp_vision.core import Solver, rot_pool, rot_problem, step_weights, triton_ops
+from rotp_vision.core import Solver, rot_pool, rot_problem, step_weights
+from rotp_vision.core import triton as triton_room
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec('triton') is None, reason='triton is not installed')
 
 
@@ -26,10 +27,27 @@ def run(*command: str, **environment: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+BLOCKED = """
+import sys
+
+sys.modules['triton'] = None  # an import of it raises
+import torch
+import rotp_vision
+
+rotp_vision.GlobalROTPool2d()(torch.zeros(1, 2, 2, 2))
+kernels = [name for name in sys.modules if name.startswith('rotp_vision.core.triton.')]
+assert not kernels, kernels
+"""
+
+
+def test_without_triton_nothing_of_it_is_imported():
+    run('-c', BLOCKED)
+
+
 @needs_triton
 def test_kernels_in_the_interpreter():
-    """Outputs and every gradient equal the torch path's; see `triton_interpreted`, which this runs."""
-    run('-m', 'pytest', '-x', 'tests/core/triton_interpreted.py', TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
+    """Outputs and every gradient equal the torch path's; see `sets_interpreted`, which this runs."""
+    run('-m', 'pytest', '-x', 'tests/core/triton/sets_interpreted.py', TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
 
 
 @needs_triton
@@ -42,7 +60,7 @@ def test_kernels_compile_for_gpus_without_spills():
 def pool(*, weights: dict | None = None, solver: Solver | None = None, dtype=torch.float32, num_samples=4):
     problem = rot_problem(torch.randn(1, 3, num_samples, dtype=dtype))
     given = step_weights(2, smoothness=1.0, step=1.0, **(weights or {}))
-    return rot_pool(problem.features, problem, given, solver or Solver('badmm-e', backend='triton'))
+    return rot_pool(problem, given, solver or Solver('badmm-e', backend='triton'))
 
 
 def test_auto_does_not_mean_triton():
@@ -55,7 +73,7 @@ def test_needs_a_gpu():
 
 
 def test_needs_triton(monkeypatch):
-    monkeypatch.setattr(triton_ops, 'INSTALLED', False)
+    monkeypatch.setattr(triton_room, 'INSTALLED', False)
     with pytest.raises(ValueError, match='pip install triton'):
         pool()
 
@@ -83,7 +101,7 @@ def test_needs_triton(monkeypatch):
     ],
 )
 def test_what_it_cannot_do(message, arguments, monkeypatch):
-    monkeypatch.setattr(triton_ops, 'INSTALLED', True)
-    monkeypatch.setattr(triton_ops, 'INTERPRETED', True)
+    monkeypatch.setattr(triton_room, 'INSTALLED', True)
+    monkeypatch.setattr(triton_room, 'INTERPRETED', True)
     with pytest.raises(ValueError, match=message):
         pool(**arguments)

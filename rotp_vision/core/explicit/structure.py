@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rotp_vision.core.scratch import Scratch
+from rotp_vision.core.explicit.scratch import Scratch
 from rotp_vision.core.structure import Similarity, length_scale
 
 
@@ -36,15 +36,15 @@ class Structure:
     same is done to the transpose, Σ2 Pᵀ Σ1 with A = Rᵀ, B = Lᵀ.
     """
 
-    def __init__(self, x: Tensor, gone: Tensor | None, similarity: Similarity, scratch: Scratch) -> None:
-        """Of X (b, D, N), zero on masked samples; `gone` (b, 1, N) says which are."""
+    def __init__(self, x: Tensor, masked: Tensor | None, similarity: Similarity, scratch: Scratch) -> None:
+        """Of X (b, D, N), zero on masked samples; `masked` (b, 1, N) says which are."""
         self._x, self._similarity = x, similarity
         self._transposed = x.shape[1] < x.shape[2]
         if similarity == 'covariance':
-            count = x.shape[2] if gone is None else x.shape[2] - gone.sum(2, keepdim=True, dtype=x.dtype)
+            count = x.shape[2] if masked is None else x.shape[2] - masked.sum(2, keepdim=True, dtype=x.dtype)
             left = torch.sub(x, x.sum(2, keepdim=True) / count, out=scratch.take())
-            if gone is not None:
-                left = torch.mul(left, ~gone, out=scratch.over(left))
+            if masked is not None:
+                left = torch.mul(left, ~masked, out=scratch.over(left))
             right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take())
             self._scale = 1 / (count * x.shape[1])
         else:
@@ -166,7 +166,8 @@ class Structure:
         Returns:
             The gradients of strength, of log p (b, D, 1) and of log q (b, 1, N).
         """
-        # What `act_back` and `push_back` do, whose gradient of W, d_mixing + gradᵀ A, is needed but beside a vector.
+        # As `act_back` and `push_back` do. The gradient of W, d_mixing + gradᵀ A, is multiplied with vectors only, so
+        # it is not formed.
         _, wide, projected, mixed, pushed, _ = applied
         grad = self._tall(grad)
         moved = grad @ mixed

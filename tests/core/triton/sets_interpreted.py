@@ -1,7 +1,7 @@
 """Every Triton kernel against the torch operators, run on CPU by Triton's interpreter.
 
-Not collected by itself: the interpreter must be chosen before triton is first imported, so `test_triton` runs this file
-in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton_interpreted.py`.
+Not collected by itself: the interpreter must be chosen before triton is first imported, so `test_sets` runs this file
+in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton/sets_interpreted.py`.
 """
 
 import argparse
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from rotp_vision import bench
-from rotp_vision.core import Solver, triton_tiles
+from rotp_vision.core import Solver
+from rotp_vision.core.triton import badmm, sinkhorn, tiles  # noqa: F401 - define their operators
 from rotp_vision.layers import GlobalROTPool2d
-from tests.core.test_fast import leaves, pooled, results
+from tests.core.explicit.test_operators import leaves, pooled, results
 
 OPERATORS = {
     'badmm-e': (Solver('badmm-e'), False, False),
@@ -38,9 +39,9 @@ def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor]):
         assert error <= TOLERANCE * value.abs().max() + FLOOR, f'{name}: {error} of {value.abs().max()}'
 
 
-def assert_same(operator, tensors: dict[str, Tensor], mask: Tensor | None = None):
-    got = results(operator, tensors, 'triton', mask)
-    assert_close(got, results(operator, double(tensors), 'torch', mask))
+def assert_same(operator, tensors: dict[str, Tensor], mask: Tensor | None = None, view: str = 'identity'):
+    got = results(operator, tensors, 'triton', mask, view)
+    assert_close(got, results(operator, double(tensors), 'torch', mask, view))
     return got
 
 
@@ -54,10 +55,10 @@ def test_equals_torch(operator, shape):
 def test_several_tiles_and_several_sub_tiles(operator, monkeypatch):
     """Nine tiles of four features, the last of them with one: in nine programs, then in two of five and four."""
     tensors = leaves(operator, 1, 33, 196, num_modules=2, dtype=torch.float32)
-    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 1, 9)
+    assert tiles.tiling(33, 196, tiles.BACKWARD_ELEMENTS)[1:] == (4, 1, 9)
     assert_same(operator, tensors)
-    monkeypatch.setattr(triton_tiles, 'MAX_TILES', 2)
-    assert triton_tiles.tiling(33, 196, triton_tiles.BACKWARD_ELEMENTS)[1:] == (4, 5, 2)
+    monkeypatch.setattr(tiles, 'MAX_TILES', 2)
+    assert tiles.tiling(33, 196, tiles.BACKWARD_ELEMENTS)[1:] == (4, 5, 2)
     assert_same(operator, tensors)
 
 
@@ -73,10 +74,10 @@ def test_any_number_of_inner_steps(num_inner):
 
 
 @every_operator
-@pytest.mark.parametrize('view', [False, True])
-def test_masks_and_a_separate_view(operator, view):
+@pytest.mark.parametrize('view', ['identity', 'rms'])
+def test_masks_and_a_view(operator, view):
     mask = torch.arange(9) < torch.tensor([[1], [6]])
-    got = assert_same(operator, leaves(operator, 2, 12, 9, view=view, dtype=torch.float32), mask)
+    got = assert_same(operator, leaves(operator, 2, 12, 9, dtype=torch.float32), mask, view)
     assert torch.equal(got['x'][0, :, 1:], torch.zeros(12, 8))
 
 
@@ -99,66 +100,38 @@ def test_features_far_from_zero(operator, masked):
 
 @every_operator
 def test_channels_last_without_copies(operator):
-    tensors = leaves(operator, 2, 8, 9, view=True, dtype=torch.float32)
-    for name in ('x', 'features'):
-        tensors[name] = tensors[name].detach().mT.contiguous().mT.requires_grad_()
+    tensors = leaves(operator, 2, 8, 9, dtype=torch.float32)
+    tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
     got = assert_same(operator, tensors)
-    for name in ('x', 'features'):
-        assert got[name].stride() == tensors[name].stride() == (72, 1, 8)
-
-
-def operands(operator, dtype=torch.float32, features_dtype=None):
-    """What the operator itself takes, and its options."""
-    generator = torch.Generator().manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    quadratic = operator[0].name == 'badmm-q'
-    rows, options = (4, (3,)) if operator[0].name == 'sinkhorn' else (3 + quadratic, (quadratic,))
-    coefficients = torch.rand(rows, 1 if rows == 4 and not quadratic else 2, generator=generator) + 0.4
-    features = None if features_dtype is None else normal(2, 6, 5).to(features_dtype)
-    x, log_p0, log_q0 = normal(2, 6, 5).to(dtype), normal(2, 6).log_softmax(1), normal(2, 5).log_softmax(1)
-    if operator[0].name != 'badmm-e':
-        coefficients[1] = float(quadratic)  # κ, or the proximal weight, which is none of the kernels'
-    return (features, x, log_p0, log_q0, coefficients), options
-
-
-def operator_of(operator, prefix=''):
-    name = 'sinkhorn_pool' if operator[0].name == 'sinkhorn' else 'badmm_pool'
-    return getattr(torch.ops.rotp_vision, prefix + name)
+    assert got['x'].stride() == tensors['x'].stride() == (72, 1, 8)
 
 
 @every_operator
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('separate', [False, True])
-def test_half_precision_in_and_out(operator, dtype, separate):
-    """The same numbers as float32 from the rounded inputs, rounded once at the end."""
-    (features, x, *rest), options = operands(operator, dtype, dtype if separate else None)
-    inputs = [None if value is None else value.requires_grad_() for value in (features, x, *rest)]
-    grad = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
-    out, *_ = operator_of(operator, 'triton_')(*inputs, *options)
-    used = [value for value in inputs if value is not None]
-    got = [out, *torch.autograd.grad(out, used, grad)]
-    wide = [None if value is None else value.detach().double().requires_grad_() for value in inputs]
-    *others, coefficients = wide
-    extra = ('',)
-    if operator[0].name == 'sinkhorn':
-        coefficients = torch.cat([coefficients, coefficients[:1] * (1 - coefficients[2:3])])  # 1 / (α1 + α2)
-        extra = (False, '')
-    out = operator_of(operator)(*others, coefficients, *options, *extra)
-    expected = [out, *torch.autograd.grad(out, [value for value in wide if value is not None], grad.double())]
-    if operator[0].name == 'sinkhorn':
-        for values in (got, expected):
-            values[-1] = values[-1][[0, 2, 3]]  # the proximal weight is none of its
-    for value, right, like in zip(got, expected, [out.to(dtype), *used], strict=True):
-        assert value.dtype == like.dtype
-        rounding = torch.finfo(like.dtype).eps if like.dtype != torch.float32 else TOLERANCE
-        assert ((value.double() - right).abs().max() / right.abs().max()).item() < rounding
+@pytest.mark.parametrize('view', ['identity', 'rms'])
+def test_half_precision_in_and_out(operator, dtype, view):
+    """The same numbers as float32 from the rounded features, rounded once at the end (of both ways for a view)."""
+    tensors = leaves(operator, 2, 6, 5, num_modules=2, dtype=torch.float32)
+    tensors['x'] = tensors['x'].detach().to(dtype).requires_grad_()
+    towards = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
+    got, expected = {}, {}
+    for found, given, backend in ((got, tensors, 'triton'), (expected, double(tensors), 'torch')):
+        out = pooled(operator, given, backend, view=view)
+        grads = torch.autograd.grad(out, list(given.values()), towards.to(out.dtype), allow_unused=True)
+        found |= {'output': out} | {name: grad for name, grad in zip(given, grads, strict=True) if grad is not None}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == (dtype if name in ('output', 'x') else torch.float32)
+        error = (got[name].double() - value).abs().max()
+        rounding = (1 + (view != 'identity')) * torch.finfo(dtype).eps if name in ('output', 'x') else TOLERANCE
+        assert error <= rounding * value.abs().max() + FLOOR, name
 
 
 @every_operator
 def test_only_what_is_asked_for(operator):
-    tensors = leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32, view=True)
+    tensors = leaves(operator, 1, 6, 5, num_modules=2, dtype=torch.float32)
     expected = results(operator, tensors, 'triton')
-    for frozen in ({'x'}, {'features'}, set(tensors) - {'x'}):
+    for frozen in ({'x'}, set(tensors) - {'x'}):
         part = {name: value.detach().requires_grad_(name not in frozen) for name, value in tensors.items()}
         out = pooled(operator, part, 'triton')
         free = {name: value for name, value in part.items() if value.requires_grad}
@@ -185,9 +158,12 @@ CHECKS = ('test_schema', 'test_autograd_registration', 'test_faketensor')
 
 @every_operator
 def test_opcheck(operator):
-    inputs, options = operands(operator)
+    quadratic = operator[0].name == 'badmm-q'
+    name, rows, option = ('sinkhorn', 4, 3) if operator[0].name == 'sinkhorn' else ('badmm', 3 + quadratic, quadratic)
+    x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
+    inputs, options = (None, x, log_p0, log_q0, torch.rand(rows, 2 - (name == 'sinkhorn')) + 0.4), (option,)
     differentiable = tuple(None if value is None else value.clone().requires_grad_() for value in inputs)
-    forward = operator_of(operator, 'triton_')
+    forward = getattr(torch.ops.rotp_vision, f'triton_{name}_pool')
     torch.library.opcheck(forward.default, (*differentiable, *options), test_utils=CHECKS)
     out, rows, columns = forward(*inputs, *options)
     backward = getattr(torch.ops.rotp_vision, f'{forward.__name__}_backward').default
@@ -238,10 +214,10 @@ def test_layers_keep_half_precision(solver):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        got = GlobalROTPool2d({'solver': solver, 'backend': 'triton'})(x)
+        got = GlobalROTPool2d({'solver': solver, 'view': 'identity', 'backend': 'triton'})(x)
     assert got.dtype == torch.float16
     assert [tensor.dtype for tensor in saved if tensor.numel() == x.numel()] == [torch.float16]
-    expected = GlobalROTPool2d({'solver': solver, 'backend': 'torch'})(x.detach())
+    expected = GlobalROTPool2d({'solver': solver, 'view': 'identity', 'backend': 'torch'})(x.detach())
     torch.testing.assert_close(got.detach(), expected, rtol=2e-3, atol=2e-3)
     assert torch.autograd.grad(got.sum(), x)[0].dtype == torch.float16
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.scratch import (
     CHUNK_ELEMENTS,
     ChunkSize,
     Exponents,
@@ -14,13 +14,13 @@ from rotp_vision.core.scratch import (
     chunks,
     exponent_limit,
     exponentials,
-    extent,
+    extremes,
     shift_rows,
 )
 
 
 def start(num_sets: int, num_features: int, num_samples: int, dtype=torch.float32) -> Scratch:
-    scratch = Scratch(torch.empty(num_sets, num_features, num_samples, dtype=dtype), num_sets)
+    scratch = Scratch(torch.empty(num_sets, num_features, num_samples), num_sets, dtype)
     scratch.start(num_sets)
     return scratch
 
@@ -33,7 +33,7 @@ def test_an_exponential_is_zero_or_far_from_underflow(dtype, dim, shifted):
     limit = exponent_limit(dtype)
     y = torch.linspace(-10 * limit, 0, 4 * 8 * 6, dtype=dtype).view(4, 8, 6)
     y[:, :, -1] = y[:, -1:, -1] = 0.0  # so that no sum is too small without a shift
-    exponents = Exponents(summable=not shifted, deep=True)
+    exponents = Exponents(summable=not shifted, may_underflow=True)
     got, total, top = exponentials(y.clone(), dim, start(4, 8, 6, dtype), exponents)
     assert (top is not None) == shifted
     expected = (y - y.amax(dim, keepdim=True) if shifted else y).exp()
@@ -44,18 +44,18 @@ def test_an_exponential_is_zero_or_far_from_underflow(dtype, dim, shifted):
     assert (expected[got == 0] <= 1.01 * math.exp(-limit / 2)).all()
 
 
-def test_what_is_gone_has_no_exponential():
-    gone = torch.tensor([False, True, False]).expand(2, 1, 3)
+def test_a_masked_sample_has_no_exponential():
+    masked = torch.tensor([False, True, False]).expand(2, 1, 3)
     for summable, hidden in ((True, 0.0), (False, -torch.inf)):
-        y = torch.randn(2, 4, 3).masked_fill(gone, hidden)
-        got, total, _ = exponentials(y, 2, start(2, 4, 3), Exponents(summable, not summable), gone)
+        y = torch.randn(2, 4, 3).masked_fill(masked, hidden)
+        got, total, _ = exponentials(y, 2, start(2, 4, 3), Exponents(summable, not summable), masked)
         assert torch.equal(got[:, :, 1], torch.zeros(2, 4))
         torch.testing.assert_close(total, got[:, :, [0, 2]].sum(2, keepdim=True))
 
 
-def test_in_a_trace_nothing_is_looked_at_or_overwritten():
+def test_in_a_trace_nothing_is_read_or_overwritten():
     y = torch.tensor([[[-1e4, 0.0]]])
-    got, total, top = exponentials(y, 2, NoScratch(y), Exponents(summable=False, deep=True))
+    got, total, top = exponentials(y, 2, NoScratch(y, y.dtype), Exponents(summable=False, may_underflow=True))
     assert torch.equal(y, torch.tensor([[[-1e4, 0.0]]]))
     assert torch.equal(got, torch.tensor([[[0.0, 1.0]]]))
     assert (total.item(), top.item()) == (1.0, 0.0)
@@ -87,9 +87,9 @@ def test_a_stack_is_contiguous_and_fits_a_smaller_chunk():
 def test_chunks_are_even(monkeypatch, num_sets, most, threads, sizes):
     monkeypatch.setattr(torch, 'get_num_threads', lambda: threads)
     monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', most * 48 / threads)
-    rows = [rows for rows, _ in chunks(torch.empty(num_sets, 8, 6), ChunkSize())]
-    assert [r.stop - r.start for r in rows] == sizes
-    assert [i for r in rows for i in range(r.start, r.stop)] == list(range(num_sets))
+    slices = [sets for sets, _ in chunks(torch.empty(num_sets, 8, 6), ChunkSize(), torch.float32)]
+    assert [r.stop - r.start for r in slices] == sizes
+    assert [i for r in slices for i in range(r.start, r.stop)] == list(range(num_sets))
 
 
 def test_products_have_a_set_for_every_thread(monkeypatch):
@@ -98,18 +98,17 @@ def test_products_have_a_set_for_every_thread(monkeypatch):
     monkeypatch.setitem(CHUNK_ELEMENTS, 'cpu', 8)
 
     def size(chunk_size: ChunkSize) -> int:
-        (rows, _), *_ = chunks(torch.empty(32, 8, 6), chunk_size)
-        return rows.stop
+        (sets, _), *_ = chunks(torch.empty(32, 8, 6), chunk_size, torch.float32)
+        return sets.stop
 
     assert size(ChunkSize()) == 1
     assert size(ChunkSize(multiplies=True)) == 4
     assert size(ChunkSize(multiplies=True, parts=16)) == 2
 
 
-def test_extent_whatever_is_contiguous():
+def test_extremes_whatever_is_contiguous():
     values = torch.randn(3, 5, 7)
-    expected = (values.max() - values.min()).item()
-    assert extent(values) == extent(values.mT.contiguous().mT) == pytest.approx(expected)
+    assert extremes(values) == extremes(values.mT.contiguous().mT) == (values.min().item(), values.max().item())
 
 
 def test_rows_are_shifted_to_the_maximum_of_what_is_left():

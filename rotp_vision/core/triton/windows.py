@@ -7,14 +7,13 @@ samples adds tiles, a sum over channels stays within the program. So forward is 
 Where windows overlap, backward leaves the gradients of every window in a buffer, for some images at a time, and
 `gather_windows` adds up for each pixel what the windows that cover it left; elsewhere they go to their pixels directly.
 No atomics: results do not depend on the order in which programs run.
-
-Imports triton: import it only where `triton_ops` has found one.
 """
 
 # Kernels are not Python to a type checker.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportGeneralTypeIssues=false
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.triton_ops import is_channels_last
-from rotp_vision.core.triton_tiles import AMD, NUM_WARPS, launch_options, on_device
+from rotp_vision.core.explicit.ops import Pair, define
+from rotp_vision.core.triton.tiles import AMD, NUM_WARPS, Launches, launch_options, on_device
 
 GATHER_BLOCK = 512
 # Of the buffer for the gradients of windows, unless those of one image are more: it bounds the memory of backward.
@@ -140,6 +139,57 @@ def launch_windows_backward(
                     **launch_options(AMD, NUM_WARPS),
                 )  # fmt: skip
     return slopes.sum((0, 1))[: coefficients.shape[0]]
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Which axis of a map (B, C, H, W) is read along memory."""
+    return x.stride(1) == 1
+
+
+def register_windows(name: str, kernels: Callable[..., Launches], options: str) -> None:
+    """Make `torch.ops.rotp_vision.triton_local_name(x, coefficients, windows, view, floor, *options)`.
+
+    It takes maps (B, C, H, W) and the fields of `Windows`, and returns the pooled map in the memory format of x, and
+    for backward the vectors (B, H' W', L - 1, taps). Arguments as those of `register_sets`.
+    """
+
+    def run_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        pooled, saved = fake_forward(x, coefficients, windows, view, floor, *extra)
+        forward, _, count, _, flags = kernels(coefficients, *extra)
+        launch_windows_forward(
+            forward, x, coefficients.contiguous(), pooled, saved, windows, view, floor, count, **flags
+        )
+        return pooled, saved
+
+    def run_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        d_x = torch.empty_like(x) if needs[0] else None
+        _, backward, count, _, flags = kernels(coefficients, *extra)
+        d_coefficients = launch_windows_backward(
+            backward, grad, x, coefficients.contiguous(), saved, d_x, windows, view, floor, count, **flags
+        )
+        return x.new_empty(0) if d_x is None else d_x, d_coefficients
+
+    def fake_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        *_, rows, columns = windows
+        layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
+        vectors = kernels(coefficients, *extra).launches - 1
+        return (
+            torch.empty(*x.shape[:2], rows, columns, dtype=x.dtype, device=x.device, memory_format=layout),
+            x.new_empty(x.shape[0], rows * columns, vectors, windows[0] * windows[1], dtype=torch.float32),
+        )
+
+    def fake_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+        d_x = torch.empty_like(x) if needs[0] else x.new_empty(0)
+        return d_x, x.new_empty(coefficients.shape, dtype=torch.float32)
+
+    inputs, chosen = 'Tensor x, Tensor coefficients', f'SymInt[] windows, str view, float floor{options}'
+    define(
+        f'triton_local_{name}',
+        Pair(run_forward, run_backward, fake_forward, fake_backward),
+        f'({inputs}, {chosen}) -> (Tensor, Tensor)',
+        f'(Tensor grad, {inputs}, Tensor saved, bool[] needs, {chosen}) -> (Tensor, Tensor)',
+        num_inputs=2,
+    )
 
 
 @triton.jit
@@ -284,6 +334,15 @@ def _store_tile(pointer, values, at_w, at_c, has_w, has_c, CHANNELS_LAST: tl.con
         tl.store(pointer + (at_w[:, None] + at_c[None, :]), values, mask=has_w[:, None] & has_c[None, :])
     else:
         tl.store(pointer + (at_c[:, None] + at_w[None, :]), tl.trans(values), mask=has_c[:, None] & has_w[None, :])
+
+
+@triton.jit
+def add_taps(xs, ys, factor):
+    """Tap by tap x + factor · y."""
+    taps = ()
+    for n in tl.static_range(len(xs)):
+        taps += (xs[n] + factor * ys[n],)
+    return taps
 
 
 @triton.jit

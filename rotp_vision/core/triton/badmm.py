@@ -1,21 +1,23 @@
-"""The published Bregman ADMM in Triton, entropic and quadratic, no structural term; `fast_badmm` has its equations.
+"""The published Bregman ADMM in Triton, entropic and quadratic, no structural term; `explicit.badmm` has its equations.
 
 Forward is a launch per module. Launch k finishes c of module k-1 from the parts its predecessor left, replays Z (and M)
 of the modules before from X and the saved vectors r and c, does the P-step, which is local, and leaves its part of c.
 Backward is a launch per module too, from the last to the first: launch k finishes the gradient dv of the v that module
 k+1 read, replays, and leaves its part of the next dv; the one for module 0 writes the gradients. Z cannot be run
 backwards, so it is replayed for each module: O(T²) exponentials per element and launch, but no memory.
-
-Imports triton: import it only where `triton_ops` has found one.
 """
 
 # Kernels are not Python to a type checker.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from rotp_vision.core.triton_tiles import (
+from rotp_vision.core.explicit.badmm import badmm_coefficients
+from rotp_vision.core.triton.tiles import (
+    Launches,
     combine_lse,
     combine_sum,
     leave_lse,
@@ -24,12 +26,14 @@ from rotp_vision.core.triton_tiles import (
     merge_lse,
     open_set,
     open_tile,
+    register_sets,
     shift_tile,
     store_slopes,
     store_tile,
     tile_lse,
     to_mass_one,
 )
+from rotp_vision.core.weights import StepWeights
 
 # Their values must not make variants of a kernel.
 NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles']
@@ -319,3 +323,19 @@ def badmm_backward(
             dv -= q0 * tl.sum(column * ds, 0)
         dv_part += dv
     leave_sum(parts, module, dv_part, n, N)
+
+
+def _launches(coefficients: Tensor, quadratic: bool) -> Launches:
+    num_modules = coefficients.shape[1]
+    return Launches(badmm_forward, badmm_backward, num_modules, num_modules, {'QUADRATIC': quadratic})
+
+
+register_sets('badmm_pool', _launches, ', bool quadratic')
+
+
+def badmm_pool(
+    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, quadratic: bool
+) -> Tensor:
+    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
+    coefficients = badmm_coefficients(weights, quadratic).float()
+    return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]

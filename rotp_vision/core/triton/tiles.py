@@ -5,9 +5,11 @@ BLOCK_N) one after the other. A sum over samples is then local to a tile; of a s
 its part, a vector of N, and all programs of the next launch add the parts up. So nothing plan-sized is written but
 results, there are no atomics, and results do not depend on the order in which programs run.
 
-Imports triton: import it only where `triton_ops` has found one.
+An operator made here also returns the vectors that it has at hand anyway and backward needs: T · (D + N) numbers per
+set. It computes in float32, whatever the dtypes.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rotp_vision.core.explicit.ops import Pair, define
 
 MAX_TILES = 16  # programs per set: every one of them reads the parts of all
 FORWARD_ELEMENTS = 2048  # of a tile; what the kernels hold per element fits the registers
@@ -142,6 +146,70 @@ def launch_backward(
                 NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
             )  # fmt: skip
     return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))[: coefficients.shape[0]]
+
+
+class Launches(NamedTuple):
+    """The kernels of an operator and how they are launched."""
+
+    forward: Any  # kernel
+    backward: Any
+    size: int  # modules or steps, as the kernels take it
+    launches: int  # of which a forward or backward for sets consists; one less are the vectors that backward needs
+    flags: dict[str, bool]
+
+
+def register_sets(name: str, kernels: Callable[..., Launches], options: str) -> None:
+    """Make `torch.ops.rotp_vision.triton_name(features, x, log_p0, log_q0, coefficients, *options)`.
+
+    It returns (B, D) pooled features, and for backward rows (B, L, D) and columns (B, L - 1, N).
+
+    Args:
+        name: of the torch operator.
+        kernels: from coefficients and options.
+        options: what else the operator takes, as in a schema: ', int num_inner'.
+    """
+
+    def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
+        forward, _, count, launches, flags = kernels(coefficients, *extra)
+        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
+        return launch_forward(forward, *inputs, count, launches, **flags)
+
+    def run_backward(
+        grad, features, x, log_p0, log_q0, coefficients, rows, columns, needs, *extra
+    ) -> tuple[Tensor, ...]:
+        d_features, d_x = make_maps(features, x, needs)
+        _, backward, count, _, flags = kernels(coefficients, *extra)
+        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
+        rest = launch_backward(backward, grad, *inputs, rows, columns, d_features, d_x, count, **flags)
+        return *(x.new_empty(0) if d is None else d for d in (d_features, d_x)), *rest
+
+    def make_maps(features, x, needs) -> tuple[Tensor | None, Tensor | None]:
+        d_features = torch.empty_like(features) if features is not None and needs[0] else None
+        return d_features, torch.empty_like(x) if needs[1] else None
+
+    def fake_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
+        size = kernels(coefficients, *extra).launches
+        return (
+            x.new_empty(x.shape[:2], dtype=x.dtype if features is None else features.dtype),
+            x.new_empty(x.shape[0], size, x.shape[1], dtype=torch.float32),
+            x.new_empty(x.shape[0], size - 1, x.shape[2], dtype=torch.float32),
+        )
+
+    def fake_backward(
+        grad, features, x, log_p0, log_q0, coefficients, rows, columns, needs, *extra
+    ) -> tuple[Tensor, ...]:
+        vectors = (x.new_empty(v.shape, dtype=torch.float32) for v in (log_p0, log_q0, coefficients))
+        return *(x.new_empty(0) if d is None else d for d in make_maps(features, x, needs)), *vectors
+
+    inputs = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
+    define(
+        f'triton_{name}',
+        Pair(run_forward, run_backward, fake_forward, fake_backward),
+        f'({inputs}{options}) -> (Tensor, Tensor, Tensor)',
+        f'(Tensor grad, {inputs}, Tensor rows, Tensor columns, bool[] needs{options}) '
+        '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+        num_inputs=5,
+    )
 
 
 @triton.jit

@@ -29,22 +29,22 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from rotp_vision.core.fast_structure import Applied, AppliedToProduct, Structure
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import (
     ChunkSize,
     Exponents,
     Scratch,
     balance_rows,
     exponent_limit,
     exponentials,
-    extent,
     shift_rows,
 )
+from rotp_vision.core.explicit.structure import Applied, AppliedToProduct, Structure
+from rotp_vision.core.explicit.view import Seen
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights
 
-FORCES = 3  # rows of the coefficients are β, κ, ρ, and from here on α1/ρ if quadratic, α0/ρ if structural
+FORCES = 3  # kinds of coefficients are β, κ, ρ, and from here on α1/ρ if quadratic, α0/ρ if structural
 
 
 class _Scalars(NamedTuple):
@@ -63,20 +63,26 @@ class _Modules(NamedTuple):
     """What all chunks have in common, made once."""
 
     each: list[_Scalars]
-    betas: tuple[Tensor, ...]  # (1, D, 1) β as a row, see `_run`
+    betas: tuple[Tensor, ...]  # (1, D, 1) β as a feature vector, see `_run`
     p0: Tensor  # (B, D, 1) of the whole batch
     q0: Tensor  # (B, 1, N)
     rho_p0: Tensor  # (T, B, D, 1) ρ p0
     rho_q0: Tensor  # (T, B, 1, N) ρ q0
     of_x: Tensor  # (2T - 1) β, κβ, β, κβ, ...: how X enters the logits of Q, V, Q, V, ...
-    slope: float  # max β, or infinity if values may not be looked at
+    slope: float  # max β, or infinity if values may not be read
     slack: float  # how far exponents may lie apart for other reasons than the spread of X, see `_Chunk._room`
     pushes: float  # Σ α0/ρ over all Φ
-    masked: bool  # whether some sample may be
+    any_masked: bool  # whether some sample may be
 
 
 def _prepare(
-    x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, quadratic: bool, similarity: str
+    features: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    coefficients: Tensor,
+    eager: bool,
+    quadratic: bool,
+    similarity: str,
 ) -> _Modules:
     beta, kappa, rho, *forces = coefficients
     columns = [row.unbind() for row in (beta, kappa, rho, kappa * beta, -rho.reciprocal())]
@@ -84,7 +90,7 @@ def _prepare(
     roughness = (-forces[0]).unbind() if quadratic else none
     structure = forces[-1].unbind() if similarity else none
     each = [_Scalars(*column) for column in zip(*columns, roughness, structure, strict=True)]
-    betas = beta.view(-1, 1, 1, 1).expand(-1, 1, x.shape[1], 1).contiguous().unbind()
+    betas = beta.view(-1, 1, 1, 1).expand(-1, 1, features.shape[1], 1).contiguous().unbind()
     of_x = torch.stack([beta, kappa * beta], 1).flatten()[:-1]
     p0, q0, rhos = log_p0.exp().unsqueeze(2), log_q0.exp().unsqueeze(1), rho.view(-1, 1, 1, 1)
     common = each, betas, p0, q0, rhos * p0, rhos * q0, of_x
@@ -95,7 +101,7 @@ def _prepare(
     drift = float(((rho.cumsum(0) - rho) / rho).amax())
     drift += 2 * float(forces[0].sum()) if quadratic else 0.0
     (p0_least, p0_most), (q0_least, q0_most) = (torch.stack(log.aminmax()).tolist() for log in (log_p0, kept))
-    slack = 4 * drift * math.exp(max(p0_most, q0_most)) + math.log(x[0].numel())
+    slack = 4 * drift * math.exp(max(p0_most, q0_most)) + math.log(features[0].numel())
     slack += p0_most - p0_least + q0_most - q0_least
     pushes = 2 * float(forces[-1].sum()) if similarity else 0.0
     return _Modules(*common, float(beta.amax()), slack, pushes, kept.numel() < log_q0.numel())
@@ -136,30 +142,27 @@ class _Chunk:
         self.scratch = scratch
         self.all: _Modules = inputs.modules
         eager = self.all.slope < math.inf
-        spread = extent(inputs.x) if eager else math.inf
-        self.x = scratch.load(inputs.x)
-        self.features = self.x if inputs.features is None else scratch.load(inputs.features)
+        self.masked = inputs.log_q0 == -torch.inf if self.all.any_masked else None
+        self.seen = seen = Seen(inputs.features, inputs.view, self.masked, scratch, eager)
+        self.x, spread = seen.x, seen.spread
         self.log_p0, self.log_q0 = inputs.log_p0, inputs.log_q0
-        rows = inputs.rows
-        self.p0, self.q0 = self.all.p0[rows], self.all.q0[rows]
-        self.rho_p0, self.rho_q0 = self.all.rho_p0[:, rows].unbind(), self.all.rho_q0[:, rows].unbind()
+        sets = inputs.sets
+        self.p0, self.q0 = self.all.p0[sets], self.all.q0[sets]
+        self.rho_p0, self.rho_q0 = self.all.rho_p0[:, sets].unbind(), self.all.rho_q0[:, sets].unbind()
         self.modules = self.all.each
         self.forced = quadratic or similarity != ''
         self._rough: Tensor | None = None  # (b, D, N) what the plans have added to M, if quadratic,
         self._mixing: Tensor | None = None  # and by the structural term, which see
         self.first: AppliedToProduct | None = None  # of Φ(p0 q0)
-        self.gone = inputs.log_q0 == -torch.inf if self.all.masked else None
         self.structure = None
         if similarity:
-            self.structure = Structure(self.x, self.gone, cast(Similarity, similarity), scratch)
+            self.structure = Structure(self.x, self.masked, cast(Similarity, similarity), scratch)
         # Nothing changes if X is shifted to a maximum of zero in every row, but exponents and slopes get smaller.
-        ours = self.x is not inputs.x and similarity != 'cosine'  # which reads X to the end
-        self.x, peak = shift_rows(self.x, self.gone, self.x if ours else scratch.take())
+        ours = seen.may_overwrite and similarity != 'cosine'  # which reads X to the end
+        self.x, self.peak = shift_rows(self.x, self.masked, scratch.over(self.x) if ours else scratch.take())
         room = self._room() if eager else 0.0
-        self.bounded = eager and ((self.gone is None and spread < room) or -float(self.x.amin()) < room)
-        self.offset: Tensor | None = None  # (b, D, 1) what was taken off the features
-        if inputs.features is None:
-            self.features, self.offset = self.x, peak
+        self.bounded = eager and ((self.masked is None and spread < room) or -float(self.x.amin()) < room)
+        self.features = self.x if seen.averaged is None else seen.averaged
 
     def _room(self) -> float:
         """How far the rows of X, with a maximum of zero, may reach so that no sum of exponentials needs one taken off.
@@ -178,8 +181,8 @@ class _Chunk:
 
     def softmax(self, y: Tensor, dim: int, weighted_prior: Tensor) -> tuple[_Plan, Tensor | None]:
         """ρ · prior · softmax of y along `dim`, over y, and the maximum that was taken off y."""
-        exponents = Exponents(summable=self.bounded, deep=not self.bounded)
-        y, total, top = exponentials(y, dim, self.scratch, exponents, self.gone if dim == 2 else None)
+        exponents = Exponents(summable=self.bounded, may_underflow=not self.bounded)
+        y, total, top = exponentials(y, dim, self.scratch, exponents, self.masked if dim == 2 else None)
         return _Plan(y, total, weighted_prior / total), top
 
     def vector(self, plan: _Plan, top: Tensor | None, log_prior: Tensor) -> Tensor:
@@ -241,9 +244,9 @@ def _run(chunk: _Chunk, kept: list[_Module] | None, stack: tuple[Tensor, ...] = 
         # P-step
         if chunk.bounded:
             v = v - v.amax(2, keepdim=True)
-            v = v if chunk.gone is None else v.masked_fill(chunk.gone, 0.0)
-        # β as a row, not a scalar: v is constant along the contiguous axis, and a second constant beside it would not
-        # be vectorised.
+            v = v if chunk.masked is None else v.masked_fill(chunk.masked, 0.0)
+        # β as a feature vector, not a scalar: v is constant along the contiguous axis, and torch would not vectorise a
+        # second constant beside it.
         out = stack[2 * k] if stack else scratch.take() if p is None else over(p.exponentials)
         row = torch.addcmul(v, x, chunk.all.betas[k], out=out)
         if z is not None:
@@ -280,7 +283,7 @@ def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str)
     chunk = _Chunk(inputs, scratch, quadratic, similarity)
     row, total, _ = _run(chunk, None).p
     pooled = torch.mul(row, chunk.features, out=scratch.over(row)).sum(2, keepdim=True) / total
-    return pooled if chunk.offset is None else pooled + chunk.offset
+    return chunk.seen.pooled(pooled + chunk.peak if chunk.seen.averaged is None else pooled)
 
 
 def _softmax_back(plan: _Plan, dim: int, pulls: list[_Pull], grad: Tensor) -> list[Tensor]:
@@ -328,17 +331,18 @@ def _backward(
 
     # f = Σ_n features Q
     row, total, _ = last.p
+    grad, separate = chunk.seen.pooled(grad), chunk.seen.averaged is not None
     d_features = torch.mul(row, grad / total, out=scratch.buffer())
     moved = torch.mul(d_features, chunk.features, out=spare).sum(2, keepdim=True)
     torch.addcmul(spare, row, moved / total, value=-1, out=row)
-    if structure is not None or chunk.offset is None:
+    if structure is not None or separate:
         # X itself is next to zero where it weighs most, so that little is rounded.
         balance_rows(row, d_features, grad)
     dx = None
-    if needs.x:
-        dx = d_features if inputs.features is None else scratch.buffer()
+    if needs.features:
+        dx = scratch.buffer() if separate else d_features
     if structure is not None:
-        structure.start_back(dx if dx is None or inputs.features is None else dx.zero_(), scratch)
+        structure.start_back(dx if dx is None or not separate else dx.zero_(), scratch)
     dz = dm = None
     for k in reversed(range(num_modules)):
         # dy is the gradient of the logits of Q in module k.
@@ -418,9 +422,10 @@ def _backward(
     if slopes.wanted:
         slopes.add(('x',), torch.mv(gradients, scratch.flat(x)))
     if dx is not None:
-        blank = inputs.features is not None and structure is None
+        blank = separate and structure is None
         scratch.flat(dx).addmv_(gradients.t(), chunk.all.of_x, beta=0 if blank else 1)
-    return Gradients(d_features if inputs.features is not None and needs.features else None, dx, d_log_p0, d_log_q0)
+        dx = chunk.seen.back(dx, d_features, x, chunk.peak, grad, moved, spare)
+    return Gradients(dx, d_log_p0, d_log_q0)
 
 
 def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
@@ -435,13 +440,13 @@ def _collect(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
         return torch.stack([torch.stack(values) for values in each]).sum(0)
 
     by_row, by_column = torch.cat([sums['x',], zero.view(1)]).view(-1, 2).unbind(1)
-    rows = [by_row + kappa * by_column, beta * by_column + by_module('u') + by_module('damping') / kappa]
-    rows.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
+    kinds = [by_row + kappa * by_column, beta * by_column + by_module('u') + by_module('damping') / kappa]
+    kinds.append(by_module('dual') / rho.square() + by_module('rho of p', 'rho of s') / rho)
     if ('roughness of s', 0) in sums:
-        rows.append(-by_module('roughness of p', 'roughness of s'))
+        kinds.append(-by_module('roughness of p', 'roughness of s'))
     if ('structure', 0) in sums:
-        rows.append(by_module('structure'))
-    return torch.stack(rows)
+        kinds.append(by_module('structure'))
+    return torch.stack(kinds)
 
 
 def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
@@ -453,47 +458,43 @@ register('badmm_pool', _forward, _backward, ', bool quadratic, str similarity', 
 
 
 def badmm_pool(
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     weights: StepWeights,
+    view: str,
     quadratic: bool,
     similarity: str,
-    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
     Args:
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N), zero on masked samples.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
         weights: smoothness, step and structure are read.
+        view: what the plan sees of the features, see `view_of`.
         quadratic: whether the smoothness is quadratic.
         similarity: of the structural term, see `structural_force`.
-        triton: whether the Triton operator does it, which knows no structural term.
     """
     coefficients = badmm_coefficients(weights, quadratic).to(log_p0.dtype)
-    if triton:
-        return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
     if weights.structure is None:
         similarity = ''
-    return torch.ops.rotp_vision.badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic, similarity)
+    return torch.ops.rotp_vision.badmm_pool(features, log_p0, log_q0, coefficients, view, quadratic, similarity)
 
 
 def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
-    """(rows, T) what the operators take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
+    """(kinds, T) what the operators take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
     smoothness, step = weights.smoothness, weights.step
     assert step is not None
     kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
     betas = [step[0].reciprocal()]
     for k in range(1, step.shape[0]):
         betas.append(step[k].reciprocal() + kappas[k - 1] * betas[k - 1])
-    rows = [torch.stack(betas), kappas, step]
+    kinds = [torch.stack(betas), kappas, step]
     if quadratic:
-        rows.append(smoothness / step)
+        kinds.append(smoothness / step)
     structure = weights.structure
     if structure is not None:
-        rows.append(structure / step)
-    return torch.stack(rows)
+        kinds.append(structure / step)
+    return torch.stack(kinds)

@@ -5,39 +5,39 @@ plan-sized; there is a matrix where plans act on each other by more than their l
 A solver is written once, forwards, on a `Tape`, which goes back through it by itself: autograd cannot run inside an
 operator.
 
-Where values may be looked at, X is shifted by the peaks of its rows, and feature vectors are those for the shifted X:
-what all entries of a row have in common would leave its rounding in every sum and every gradient. Where the peaks do
-come in a solver says itself.
+Where values may be read (on CPU, and not in a trace), the maximum of every row of X, its peak, is taken off it. What
+all entries of a row have in common would otherwise be rounded in every sum and every gradient. The feature vectors of a
+solver are then those of the shifted X; its docstring says where it has to add the peaks again.
 """
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from rotp_vision.core.fast_structure import Structure
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes
-from rotp_vision.core.scratch import (
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes
+from rotp_vision.core.explicit.scratch import (
     Exponents,
     Scratch,
     balance_rows,
     exponent_limit,
     exponentials,
-    extent,
     shift_rows,
+    store,
 )
+from rotp_vision.core.explicit.structure import Structure
+from rotp_vision.core.explicit.view import Seen
 from rotp_vision.core.structure import Similarity
 
 BOTH, FEATURES, SAMPLES = 0, 1, 2  # the axes of (b, D, N)
 
 
 class Coefficient(NamedTuple):
-    """One scalar of the coefficients (rows, T)."""
+    """One scalar of the coefficients (kinds, T)."""
 
     value: Tensor
-    row: int
+    kind: int
     module: int
 
 
@@ -114,11 +114,12 @@ class Tape:
         similarity: str = '',
     ) -> None:
         self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
-        self._given = inputs.x
-        self._spread = extent(inputs.x) if inputs.modules.eager else math.inf  # of the rows of X, at most
-        self._x = scratch.load(inputs.x)
-        self._features = None if inputs.features is None else scratch.load(inputs.features)
-        self._gone = inputs.log_q0 == -torch.inf
+        self._masked = inputs.log_q0 == -torch.inf
+        self._any_masked = bool(self._masked.any()) if inputs.modules.eager else True
+        masked = self._masked if self._any_masked else None
+        self._seen = seen = Seen(inputs.features, inputs.view, masked, scratch, inputs.modules.eager)
+        self._spread = seen.spread  # of the rows of X, at most
+        self._x = seen.x
         self._needs = needs
         self._slopes = slopes
         self.recording = needs is not None  # off, vectors are constants of what follows
@@ -126,20 +127,18 @@ class Tape:
         self._shared: dict[tuple[int, int], _Shared] = {}
         self._back: list[Callable[[], None]] = []
         self.log_p0 = Variable(inputs.log_p0, FEATURES)
-        self.log_q0 = Variable(inputs.log_q0.masked_fill(self._gone, 0.0), SAMPLES)
+        self.log_q0 = Variable(inputs.log_q0.masked_fill(self._masked, 0.0), SAMPLES)
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
         self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
-        self._masked = bool(self._gone.any()) if inputs.modules.eager else True
         self._structure: Structure | None = None
         if similarity:
-            gone = self._gone if self._masked else None
-            self._structure = Structure(self._x, gone, cast(Similarity, similarity), scratch)
+            self._structure = Structure(self._x, masked, cast(Similarity, similarity), scratch)
         if inputs.modules.eager:
-            ours = self._x is not inputs.x and (similarity != 'cosine' or needs is None)  # whose way back reads X
+            ours = seen.may_overwrite and (similarity != 'cosine' or needs is None)  # whose way back reads X
             out = self._x if ours else scratch.take()
-            self._x, self._peak = shift_rows(self._x, self._gone if self._masked else None, out)
+            self._x, self._peak = shift_rows(self._x, masked, out)
             self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES)
-            if self._masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
+            if self._any_masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
                 self._spread = -float(self._x.amin())
         self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
         self._last: _Sweep | None = None  # the sweep whose exponentials were made last
@@ -147,8 +146,8 @@ class Tape:
         self._spare: Tensor | None = None  # for the gradients of sweeps
 
     def module(self, index: int) -> list[Coefficient]:
-        """The coefficients of a module, by row."""
-        return [Coefficient(value, row, index) for row, value in enumerate(self._modules[index])]
+        """The coefficients of a module, one of each kind."""
+        return [Coefficient(value, kind, index) for kind, value in enumerate(self._modules[index])]
 
     def combine(self, *terms: tuple[Coefficient | float, Variable]) -> Variable:
         """Σ coefficient · vector, of vectors along the same axis, or of matrices."""
@@ -180,13 +179,13 @@ class Tape:
     def log_softmax(self, vector: Variable) -> Variable:
         """log softmax of a vector along its axis."""
         samples = vector.axis == SAMPLES
-        logits = vector.value.masked_fill(self._gone, -torch.inf) if samples else vector.value
+        logits = vector.value.masked_fill(self._masked, -torch.inf) if samples else vector.value
         value = logits.log_softmax(vector.axis)
-        result = Variable(value.masked_fill(self._gone, 0.0) if samples else value, vector.axis)
+        result = Variable(value.masked_fill(self._masked, 0.0) if samples else value, vector.axis)
 
         def back() -> None:
             if result.grad is not None:
-                grad = result.grad.masked_fill(self._gone, 0.0) if samples else result.grad
+                grad = result.grad.masked_fill(self._masked, 0.0) if samples else result.grad
                 vector.add_grad(grad - value.exp() * grad.sum(vector.axis, keepdim=True))
 
         return self._record(result, back)
@@ -195,8 +194,8 @@ class Tape:
         """exp(log_marginal) · softmax(logits + vector) along the vector's axis, a matrix; zero on masked samples."""
         sweep = self._swept(logits, vector)
         value = torch.mul(sweep.exponentials, log_marginal.value.exp() / sweep.total, out=self._room())
-        if vector.axis == FEATURES and self._masked:
-            value = value.masked_fill(self._gone, 0.0)
+        if vector.axis == FEATURES and self._any_masked:
+            value = value.masked_fill(self._masked, 0.0)
         result = Variable(value, BOTH)
 
         def back() -> None:
@@ -217,7 +216,7 @@ class Tape:
         """The plan exp(features + samples), a matrix; zero on masked samples."""
         exponents = (samples.value.mT + features.value.mT).mT  # which lie in memory like a plan
         value = torch.exp(exponents, out=self._scratch.over(exponents))
-        result = Variable(value.masked_fill(self._gone, 0.0) if self._masked else value, BOTH)
+        result = Variable(value.masked_fill(self._masked, 0.0) if self._any_masked else value, BOTH)
 
         def back() -> None:
             if result.grad is not None:
@@ -251,8 +250,8 @@ class Tape:
         """Say that many sweeps are of these logits: they then need one exponential, where none of it can underflow.
 
         With E = exp(logits - top) the sweep is top + log Σ_n E exp(vector), and along the features likewise. The sum
-        is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Looking at values
-        stalls a device other than the CPU, and a trace cannot branch on them: those do without.
+        is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Reading it
+        synchronises a device other than the CPU, and a trace cannot branch on it: those do without.
         """
         scale, matrix = logits
         limit = exponent_limit(self._x.dtype)
@@ -261,7 +260,7 @@ class Tape:
         exponents, top = self._x, None
         if matrix is not None:
             exponents = torch.addcmul(matrix.value, self._x, scale.value)
-            exponents, top = shift_rows(exponents, self._gone if self._masked else None, exponents)
+            exponents, top = shift_rows(exponents, self._masked if self._any_masked else None, exponents)
             if not -float(exponents.amin()) < limit:
                 return
         if self._needs is None and self._shared:
@@ -274,13 +273,8 @@ class Tape:
             torch.mul(exponents, scale.value, out=before).exp_()
         else:
             torch.exp(exponents, out=before)
-        if self._given.is_contiguous() and not self._masked and matrix is None:
-            # What was given lies like this already; the scale as a row, see `_exponentials`.
-            row = scale.value.expand(1, 1, twin.shape[2]).contiguous()
-            torch.addcmul(self._peak * -scale.value, self._given, row, out=twin).exp_()
-        else:
-            twin.copy_(before)
-        shared = self._shared[scale.row, scale.module] = _Shared(before, twin, top, [], [])
+        store(before, twin)
+        shared = self._shared[scale.kind, scale.module] = _Shared(before, twin, top, [], [])
         if self._needs is not None:
             self._back.append(lambda: self._add_shared(shared, logits))
 
@@ -318,7 +312,9 @@ class Tape:
             softmax = rows.exponentials.div_(rows.total)
             step = torch.bmm(columns.exponentials.mT, softmax) / columns.total.mT * rate  # (b, N, N)
             system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
-            after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT  # without a look at the device
+            after.grad = torch.linalg.solve_ex(
+                system, after.grad.mT
+            ).result.mT  # unlike `solve` it does not synchronise
 
         self._record(after, back)
 
@@ -339,12 +335,12 @@ class Tape:
         return self._record(result, back)
 
     def _shared_of(self, logits: Logits) -> _Shared | None:
-        return self._shared.get((logits.scale.row, logits.scale.module))
+        return self._shared.get((logits.scale.kind, logits.scale.module))
 
     def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor]:
         """What E is weighted with in a sweep, largest one, and what the logarithm of the sum lacks."""
         if vector.axis == SAMPLES:
-            values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
+            values = vector.value.masked_fill(self._masked, -torch.inf) if self._any_masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
             return (values - largest).exp_(), largest if shared.top is None else shared.top + largest
         values = vector.value if shared.top is None else vector.value + shared.top
@@ -353,7 +349,7 @@ class Tape:
 
     def pool(self, logits: Logits, vector: Variable) -> Tensor:
         """(b, D, 1) features averaged by softmax_n(logits + vector)."""
-        features = self._x if self._features is None else self._features
+        features = self._x if self._seen.averaged is None else self._seen.averaged
         shared = self._shared_of(logits)
         if shared is None:
             sweep = self._sweep(logits, vector)
@@ -363,23 +359,30 @@ class Tape:
             weights, _ = self._shared_weights(shared, vector)
             products = torch.mul(shared.exponentials, features, out=self._scratch.take())
             pooled = torch.bmm(weights, products.mT).mT / shared.sum(weights, SAMPLES)
-        return pooled if self._features is not None or self._peak is None else pooled + self._peak
+        if self._seen.averaged is None and self._peak is not None:
+            pooled = pooled + self._peak
+        return self._seen.pooled(pooled)
 
     def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> Gradients:
         """The gradients of everything that led to `pool(logits, vector)`, whose own is `grad` (b, D, 1)."""
         assert self._needs is not None
         needs, spare = self._needs, self._scratch.buffer()
         self._spare = spare
+        grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
-        features = self._x if self._features is None else self._features
+        features = self._x if self._seen.averaged is None else self._seen.averaged
         mean = torch.mul(sweep.exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
         d_features = sweep.exponentials.mul_(grad / sweep.total)
         logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
         balance_rows(logits_grad, d_features, grad)
-        self._dx = None
-        if needs.x:
-            self._dx = d_features if self._features is None else self._scratch.buffer().zero_()
+        self._dx: Tensor | None = None
+        if needs.features:
+            self._dx = d_features if self._seen.averaged is None else self._scratch.buffer()
+        self._dx_is_blank = self._seen.averaged is not None
         if self._structure is not None:
+            if self._dx is not None and self._dx_is_blank:
+                self._dx.zero_()
+                self._dx_is_blank = False
             self._structure.start_back(self._dx, self._scratch)
         sweep.grad = logits_grad
         self._sweep_back(sweep)
@@ -387,8 +390,9 @@ class Tape:
             back()
         if self._structure is not None:
             self._structure.end_back()
+        if self._dx is not None:
+            self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, mean * grad, spare)
         return Gradients(
-            d_features if self._features is not None and needs.features else None,
             self._dx,
             self._grad_of(self.log_p0) if needs.log_p0 else None,
             self._grad_of(self.log_q0) if needs.log_q0 else None,
@@ -437,23 +441,23 @@ class Tape:
             weights, shift = self._shared_weights(shared, vector)
             y = torch.mul(shared.exponentials, weights, out=out)
             return y, y.sum(vector.axis, keepdim=True), shift
-        exponents, gone = self._exponents(logits, vector), None
+        exponents, masked = self._exponents(logits, vector), None
         if vector.axis == SAMPLES:
-            values = vector.value.masked_fill(self._gone, -torch.inf) if self._masked else vector.value
+            values = vector.value.masked_fill(self._masked, -torch.inf) if self._any_masked else vector.value
             largest = values.amax(SAMPLES, keepdim=True)
-            if self._masked and self._peak is not None:
-                gone = self._gone
-                values = values.masked_fill(gone, 0.0) if exponents.summable else values
-            # The scale as a row: beside a vector that is constant along the contiguous axis a second constant would
-            # not be vectorised.
-            row = scale.value.expand(1, self._x.shape[1], 1).contiguous()
-            y = torch.addcmul(values - largest, self._x, row, out=out)
+            if self._any_masked and self._peak is not None:
+                masked = self._masked
+                values = values.masked_fill(masked, 0.0) if exponents.summable else values
+            # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
+            # vectorise a second constant.
+            factor = scale.value.expand(1, self._x.shape[1], 1).contiguous()
+            y = torch.addcmul(values - largest, self._x, factor, out=out)
         else:
             largest = vector.value.amax(FEATURES, keepdim=True)
             y = torch.addcmul(vector.value - largest, self._x, scale.value, out=out)
         if matrix is not None:
             y = torch.add(y, matrix.value, out=self._scratch.over(y))
-        y, total, top = exponentials(y, vector.axis, self._scratch, exponents, gone)
+        y, total, top = exponentials(y, vector.axis, self._scratch, exponents, masked)
         return y, total, largest if top is None else largest + top
 
     def _exponents(self, logits: Logits, vector: Variable) -> Exponents:
@@ -471,11 +475,11 @@ class Tape:
             limit -= 2 * float(torch.stack(matrix.value.mT.aminmax()).abs().amax())
         number, of_vector = float(scale.value), float(vector.value.amax() - vector.value.amin())
         of_x = abs(number) * self._spread
-        deep = of_x + of_vector >= limit
-        if number < 0 or (matrix is not None and deep):
-            return Exponents(not deep, deep)
+        may_underflow = of_x + of_vector >= limit
+        if number < 0 or (matrix is not None and may_underflow):
+            return Exponents(not may_underflow, may_underflow)
         below = of_x if vector.axis == FEATURES else of_vector
-        return Exponents(below < (limit / 2 if deep else limit), deep)
+        return Exponents(below < (limit / 2 if may_underflow else limit), may_underflow)
 
     def _sweep_back(self, sweep: _Sweep) -> None:
         """On from a sweep."""
@@ -486,7 +490,10 @@ class Tape:
     def _logits_back(self, grad: Tensor, logits: Logits) -> None:
         """On from logits, whose gradient this is, to what they are made of."""
         scale, matrix = logits
-        if self._dx is not None:
+        if self._dx is not None and self._dx_is_blank:
+            torch.mul(grad, scale.value, out=self._dx)
+            self._dx_is_blank = False
+        elif self._dx is not None:
             self._dx.addcmul_(grad, scale.value)
         self._add_slope(scale, lambda: _inner(grad, self._x))
         if matrix is not None:
@@ -514,7 +521,7 @@ class Tape:
     def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
         assert self._slopes is not None
         if self._slopes.wanted:
-            self._slopes.add((factor.row, factor.module), slope())
+            self._slopes.add((factor.kind, factor.module), slope())
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:

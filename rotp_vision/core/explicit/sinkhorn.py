@@ -19,9 +19,9 @@ through one step from the fixed point, by the implicit function theorem.
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import ChunkSize, Scratch
-from rotp_vision.core.tape import Coefficient, Logits, Tape, Variable
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
+from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 
@@ -102,43 +102,36 @@ register('sinkhorn_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
 
 
 def sinkhorn_pool(
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     weights: StepWeights,
+    view: str,
     num_inner: int,
     implicit: bool,
     similarity: str,
-    triton: bool = False,
 ) -> Tensor:
     """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
     Args:
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N), zero on masked samples.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
         weights: all but step are read.
+        view: what the plan sees of the features, see `view_of`.
         num_inner: K.
         implicit: whether backward takes the result for converged.
         similarity: of the structural term, see `structural_force`.
-        triton: whether the Triton operator does it, which knows no proximal or structural term.
     """
-    if num_inner < 1:
-        raise ValueError(f'num_inner must be at least 1, got {num_inner}')
     coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
-    if triton:
-        rows = coefficients[:4]
-        return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, rows, num_inner)[0]
     if weights.structure is None:
         similarity = ''
     options = num_inner, implicit, similarity
-    return torch.ops.rotp_vision.sinkhorn_pool(features, x, log_p0, log_q0, coefficients, *options)
+    return torch.ops.rotp_vision.sinkhorn_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(rows, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
+    """(kinds, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
     if structural. Those in Triton take the first four.
     """
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
@@ -154,8 +147,8 @@ def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
     scales = [alpha1[0].reciprocal()]
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
-    rows = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
-    rows.append(1 / (alpha1 + alpha2))
+    kinds = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
+    kinds.append(1 / (alpha1 + alpha2))
     if structure is not None:
-        rows.append(structure / alpha1)
-    return torch.stack(rows)
+        kinds.append(structure / alpha1)
+    return torch.stack(kinds)

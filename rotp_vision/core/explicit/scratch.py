@@ -11,16 +11,19 @@ from torch import Tensor
 # cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
 CHUNK_ELEMENTS_ELSEWHERE = 2**23
+WIDE = 256  # so many features are worth being transposed set by set
 
 
 class Scratch:
     """Buffers (b, D, N) whose feature axis is contiguous, made once and reused for every chunk of a batch.
 
-    That layout makes both log-sum-exps cheap: over samples it adds whole rows, over features it reads along memory.
+    That layout makes both log-sum-exps cheap: one over samples adds contiguous vectors, one over features reads along
+    memory.
     """
 
-    def __init__(self, like: Tensor, num_sets: int) -> None:
-        self.like = like  # (B, D, N): dtype, device, D and N
+    def __init__(self, like: Tensor, num_sets: int, dtype: torch.dtype) -> None:
+        self.like = like  # (B, D, N): device, D and N
+        self.dtype = dtype
         self.num_sets = num_sets
         self._buffers: list[Tensor] = []
         self._stack: tuple[Tensor, tuple[Tensor, ...]] | None = None
@@ -29,7 +32,7 @@ class Scratch:
         self._taken = 0
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
-        self.floor: float | None = -exponent_limit(like.dtype) / 2 if like.device.type == 'cpu' else None
+        self.floor: float | None = -exponent_limit(dtype) / 2 if like.device.type == 'cpu' else None
 
     def start(self, num_sets: int) -> None:
         """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
@@ -43,10 +46,14 @@ class Scratch:
         """A (b, D, N) buffer with anything in it, for `out=`."""
         if self._taken == len(self._buffers):
             _, num_features, num_samples = self.like.shape
-            self._buffers.append(self.like.new_empty(self.num_sets, num_samples, num_features).mT)
+            self._buffers.append(self._empty(self.num_sets, num_samples, num_features).mT)
         self._taken += 1
         buffer = self._buffers[self._taken - 1]
         return buffer if self._current == self.num_sets else buffer[: self._current]
+
+    def give_back(self) -> None:
+        """Let the buffer that was taken last be taken again."""
+        self._taken -= 1
 
     def buffer(self) -> Tensor:
         """As `take`, where memory is certainly reused: in a backward."""
@@ -58,13 +65,20 @@ class Scratch:
         """(count, b·N·D), and the same memory as `count` buffers (b, D, N): there is one stack."""
         if self._stack is None:
             _, num_features, num_samples = self.like.shape
-            whole = self.like.new_empty(count, self._current, num_samples, num_features)
+            whole = self._empty(count, self._current, num_samples, num_features)
             self._stack = whole.view(count, -1), whole.mT.unbind()
         return self._stack
+
+    def _empty(self, *shape: int) -> Tensor:
+        return self.like.new_empty(shape, dtype=self.dtype)
 
     def over(self, values: Tensor) -> Tensor | None:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
+
+    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
+        """`values`, over themselves, with a number where the mask `where` says."""
+        return values.masked_fill_(where, value)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Sum of a · b over everything; both (b, D, N) with contiguous features."""
@@ -79,10 +93,10 @@ class Scratch:
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
-        if values.dtype == self.like.dtype and values.mT.is_contiguous():
+        if values.dtype == self.dtype and values.mT.is_contiguous():
             return values
         buffer = self.take()
-        return values if buffer is None else buffer.copy_(values)
+        return values.to(self.dtype) if buffer is None else buffer.copy_(values)
 
 
 class ChunkSize(NamedTuple):
@@ -93,8 +107,8 @@ class ChunkSize(NamedTuple):
     multiplies: bool = False  # whether most of the work is products of matrices, a set of which is a thread's work
 
 
-def chunks(x: Tensor, chunk_size: ChunkSize) -> Iterator[tuple[slice, Scratch]]:
-    """The rows of each chunk of the batch `x` (B, D, N), with scratch memory ready for it."""
+def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tuple[slice, Scratch]]:
+    """Which sets are in each chunk of the batch `x` (B, D, N), with scratch memory of a dtype ready for it."""
     limit, workers = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE), _workers(x.device)
     elements = x.shape[1] * x.shape[2]
     if x.device.type == 'cpu':
@@ -103,11 +117,11 @@ def chunks(x: Tensor, chunk_size: ChunkSize) -> Iterator[tuple[slice, Scratch]]:
             largest = max(largest, workers * elements)
         limit = min(largest, max(x.numel() // chunk_size.parts, limit // 2))
     size = _even_size(x.shape[0], max(1, limit // elements), workers)
-    scratch = Scratch(x, size)
+    scratch = Scratch(x, size, dtype)
     for start in range(0, x.shape[0], size or 1):
-        rows = slice(start, min(start + size, x.shape[0]))
-        scratch.start(rows.stop - rows.start)
-        yield rows, scratch
+        sets = slice(start, min(start + size, x.shape[0]))
+        scratch.start(sets.stop - sets.start)
+        yield sets, scratch
 
 
 def _workers(device: torch.device) -> int:
@@ -115,9 +129,9 @@ def _workers(device: torch.device) -> int:
 
 
 def _even_size(total: int, most: int, workers: int) -> int:
-    """The size of chunks of `total` sets, none above `most`: all alike, if they can be, and no worker without work.
+    """How many of `total` sets a chunk holds: at most `most`, about as many in each, and a multiple of `workers`.
 
-    Products of matrices are shared out set by set: of 5 sets and two workers one would wait for the third of the other.
+    torch gives each set of a batched product to one thread: of 5 sets two threads would do 3 and 2, and one would wait.
     """
     if total <= most:
         return total
@@ -129,28 +143,34 @@ def _even_size(total: int, most: int, workers: int) -> int:
 class NoScratch(Scratch):
     """Every result in memory of its own: for tracing, where nothing may be written in place."""
 
-    def __init__(self, like: Tensor) -> None:
-        super().__init__(like, 0)
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        super().__init__(like, 0, dtype)
         self.floor = None
 
     def take(self) -> None:
         return None
 
+    def give_back(self) -> None:
+        pass
+
     def over(self, values: Tensor) -> None:
         return None
+
+    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
+        return values.masked_fill(where, value)
 
 
 class Exponents(NamedTuple):
     """What is known of exponents before they are made."""
 
     summable: bool  # whether sums of their exponentials are within bounds even without taking off a maximum
-    deep: bool  # whether single exponentials may underflow; if they are summable, no sum is below exp(floor)
+    may_underflow: bool  # whether single exponentials may underflow; if they are summable, no sum is below exp(floor)
 
 
 def exponentials(
-    y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, gone: Tensor | None = None
+    y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, masked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """exp(y - top) over y, zero where `gone`, their sum along `dim`, kept, and the maximum `top`.
+    """exp(y - top) over y, zero where `masked`, their sum along `dim`, kept, and the maximum `top`.
 
     Where the exponentials are summable there is no maximum. Where not, y may be -inf.
     """
@@ -158,31 +178,31 @@ def exponentials(
     if not exponents.summable:
         top = y.amax(dim, keepdim=True)
         y = torch.sub(y, top, out=scratch.over(y))
-    if scratch.floor is not None and exponents.deep:
+    if scratch.floor is not None and exponents.may_underflow:
         floor = 2 * scratch.floor if top is None else scratch.floor
         torch.threshold_(y.clamp_(min=floor).exp_(), 1.001 * math.exp(floor), 0.0)
     else:
         y = torch.exp(y, out=scratch.over(y))
-    if gone is not None and exponents.summable:
-        y.masked_fill_(gone, 0.0)
+    if masked is not None and exponents.summable:
+        y.masked_fill_(masked, 0.0)
     return y, y.sum(dim, keepdim=True), top
 
 
-def extent(values: Tensor) -> float:
-    """How far apart the values (b, D, N) lie, on CPU.
+def extremes(values: Tensor) -> tuple[float, float]:
+    """The smallest and the largest of the values (b, D, N), on CPU.
 
     Read along memory they are in the cache afterwards, from where `Scratch.load` transposes them in half the time.
     """
     low, high = torch.stack((values.mT if values.mT.is_contiguous() else values).aminmax()).tolist()
-    return high - low
+    return low, high
 
 
-def shift_rows(x: Tensor, gone: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """X (b, D, N) shifted to a maximum of zero in every row, into `out`, and the maxima; zero where `gone`."""
-    peak = (x if gone is None else x.masked_fill(gone, -torch.inf)).amax(2, keepdim=True)
+def shift_rows(x: Tensor, masked: Tensor | None, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """X (b, D, N) shifted to a maximum of zero in every row, into `out`, and the maxima; zero where `masked`."""
+    peak = (x if masked is None else x.masked_fill(masked, -torch.inf)).amax(2, keepdim=True)
     shifted = torch.sub(x, peak, out=out)
-    if gone is not None:
-        shifted = shifted.masked_fill(gone, 0.0) if out is None else shifted.masked_fill_(gone, 0.0)
+    if masked is not None:
+        shifted = shifted.masked_fill(masked, 0.0) if out is None else shifted.masked_fill_(masked, 0.0)
     return shifted, peak
 
 
@@ -195,6 +215,16 @@ def balance_rows(logits_grad: Tensor, d_features: Tensor, grad: Tensor) -> None:
     """
     excess = logits_grad.sum(2, keepdim=True)
     logits_grad.addcmul_(d_features, excess / grad.masked_fill(grad == 0, 1.0), value=-1)
+
+
+def store(values: Tensor, out: Tensor) -> None:
+    """Copy `values` (b, D, N) with contiguous features to `out`, whatever its layout and dtype."""
+    if values.shape[1] >= WIDE and out.dtype == values.dtype and out.is_contiguous() and values.mT.is_contiguous():
+        # torch transposes block by block only what has two axes, which takes a quarter of the time.
+        for of_set, target in zip(values.unbind(), out.unbind(), strict=True):
+            target.copy_(of_set)
+    else:
+        out.copy_(values)
 
 
 def exponent_limit(dtype: torch.dtype) -> float:

@@ -25,9 +25,9 @@ is for X plus s · peaks, and so c · peaks less in r; of both only peaks / ρ i
 import torch
 from torch import Tensor
 
-from rotp_vision.core.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.scratch import ChunkSize, Scratch
-from rotp_vision.core.tape import Logits, Tape, Variable
+from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
+from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
+from rotp_vision.core.explicit.tape import Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 
@@ -104,22 +104,22 @@ register('coupled_badmm_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_
 
 
 def coupled_badmm_pool(
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     weights: StepWeights,
+    view: str,
     quadratic: bool,
     similarity: str,
 ) -> Tensor:
     """(B, D) `features` pooled by the coupled Bregman ADMM. Can be scripted.
 
     Args:
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N), zero on masked samples.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
         weights: all but proximal are read.
+        view: what the plan sees of the features, see `view_of`.
         quadratic: whether the smoothness is quadratic.
         similarity: of the structural term, see `structural_force`.
     """
@@ -142,17 +142,17 @@ def coupled_badmm_pool(
         scales_p.append(rho[k].reciprocal() + (1 - before1[k] / rho[k]) * scales_s[k - 1])
         scales_s.append(kappa[k] * scales_p[k] + keep_u[k] * scales_s[k - 1])
     share = kappa / (1 + kappa)
-    rows = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
-    rows += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
-    rows += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
-    rows += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
-    rows += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
-    rows += [1 - before1 / rho, 0.5 / rho]
+    kinds = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
+    kinds += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
+    kinds += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
+    kinds += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
+    kinds += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
+    kinds += [1 - before1 / rho, 0.5 / rho]
     for force in forces:
-        rows += [force / rho, _shift(force) / rho, kappa * force / rho]
-    coefficients = torch.stack(rows).to(x.dtype)
+        kinds += [force / rho, _shift(force) / rho, kappa * force / rho]
+    coefficients = torch.stack(kinds).to(log_p0.dtype)
     options = quadratic, similarity
-    return torch.ops.rotp_vision.coupled_badmm_pool(features, x, log_p0, log_q0, coefficients, *options)
+    return torch.ops.rotp_vision.coupled_badmm_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 
 def _shift(values: Tensor) -> Tensor:

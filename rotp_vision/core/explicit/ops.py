@@ -13,35 +13,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.scratch import ChunkSize, NoScratch, chunks
+from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, store
 
 
 class Inputs(NamedTuple):
     """What a solver reads, for a chunk of b sets."""
 
-    features: Tensor | None  # (b, D, N) what is averaged, any dtype; None where it is what the plan sees
-    x: Tensor  # (b, D, N) what the plan sees
+    features: Tensor  # (b, D, N) any dtype
     log_p0: Tensor  # (b, D, 1)
     log_q0: Tensor  # (b, 1, N), -inf on masked samples
-    rows: slice  # where the chunk lies in the batch
+    view: str  # what the plan sees of the features, see `view_of`
+    sets: slice  # which of the batch are in the chunk
     modules: Any  # the scalars of the modules, as the solver's `prepare` makes them of the coefficients
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted; the order is that of `Inputs`."""
+    """Which gradients are wanted."""
 
     features: bool
-    x: bool
     log_p0: bool
     log_q0: bool
     coefficients: bool
 
 
 class Gradients(NamedTuple):
-    """Gradients of `Inputs` with the same shapes; None where not wanted. `x` includes `features` where they are one."""
+    """Gradients of `Inputs` with the same shapes; None where not wanted."""
 
     features: Tensor | None
-    x: Tensor | None
     log_p0: Tensor | None
     log_q0: Tensor | None
 
@@ -64,10 +62,10 @@ class Slopes:
 
 Forward = Callable[..., Tensor]  # (inputs, scratch, *options) -> (b, D, 1) pooled
 Backward = Callable[..., Gradients]  # (grad (b, D, 1), inputs, scratch, needs, slopes, *options)
-Prepare = Callable[..., Any]  # (x, log_p0, log_q0, coefficients (rows, T), eager, *options) -> `Inputs.modules`
-Collect = Callable[[dict[tuple, Tensor], Tensor], Tensor]  # (sums of the slopes, coefficients) -> (rows, T)
+Prepare = Callable[..., Any]  # (features, log_p0, log_q0, coefficients (kinds, T), eager, *options) -> `Inputs.modules`
+Collect = Callable[[dict[tuple, Tensor], Tensor], Tensor]  # (sums of the slopes, coefficients) -> (kinds, T)
 
-INPUTS = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
+INPUTS = 'Tensor features, Tensor log_p0, Tensor log_q0, Tensor coefficients'
 _decompositions: dict[Any, Callable] = {}
 
 
@@ -79,22 +77,26 @@ def decompositions() -> dict[Any, Callable]:
 class Modules(NamedTuple):
     """The scalars of all modules, made once for all chunks."""
 
-    each: list[tuple[Tensor, ...]]  # the rows of the coefficients, module by module
-    eager: bool  # whether values may be looked at
+    each: list[tuple[Tensor, ...]]  # the coefficients, module by module
+    eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
     steepest: float  # if so, the largest of all their sizes
 
 
-def scalars(x: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any) -> Modules:
-    """The coefficients (rows, T), module by module."""
+def scalars(
+    features: Tensor, log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool, *options: Any
+) -> Modules:
+    """The coefficients (kinds, T), module by module."""
     steepest = float(coefficients.abs().amax()) if eager else math.inf
     return Modules([column.unbind() for column in coefficients.unbind(1)], eager, steepest)
 
 
 def entries(sums: dict[tuple, Tensor], coefficients: Tensor) -> Tensor:
-    """(rows, T) of slopes whose key is (row, module); zero where there is none."""
-    rows, num_modules = coefficients.shape
+    """(kinds, T) of slopes whose key is (kind, module); zero where there is none."""
+    num_kinds, num_modules = coefficients.shape
     zero = coefficients.new_zeros(())
-    return torch.stack([sums.get((i, k), zero) for i in range(rows) for k in range(num_modules)]).view(rows, -1)
+    return torch.stack([sums.get((i, k), zero) for i in range(num_kinds) for k in range(num_modules)]).view(
+        num_kinds, -1
+    )
 
 
 def register(
@@ -106,80 +108,79 @@ def register(
     collect: Collect = entries,
     chunk_size: Callable[..., ChunkSize] = lambda *options: ChunkSize(),
 ) -> None:
-    """Make the operator `torch.ops.rotp_vision.name(features, x, log_p0, log_q0, coefficients, *options) -> (B, D)`.
+    """Make the operator `torch.ops.rotp_vision.name(features, log_p0, log_q0, coefficients, view, *options) -> (B, D)`.
 
-    The operator takes log_p0 (B, D) and log_q0 (B, N).
+    The operator takes features (B, D, N), log_p0 (B, D), log_q0 (B, N) and the view of the features that the plan sees.
 
     Args:
         name: of the operator; its backward is `name_backward`.
         forward: pooled features of a chunk.
         backward: gradients of a chunk.
         options: what else the operator takes, as in a schema: ', int num_inner'.
-        prepare: makes the scalars of the modules, once for all chunks; `eager` says that values may be looked at.
+        prepare: makes the scalars of the modules, once for all chunks; `eager` says that it may read values.
         collect: makes the gradient of the coefficients of the slopes that all chunks have added up.
         chunk_size: of a backward by the options; its `parts` are for the forward alone.
     """
 
-    def gather(rows: slice, features, x, log_p0, log_q0, modules) -> Inputs:
-        features = None if features is None else features[rows]
-        return Inputs(features, x[rows], log_p0[rows].unsqueeze(2), log_q0[rows].unsqueeze(1), rows, modules)
+    def gather(sets: slice, features, log_p0, log_q0, view, modules) -> Inputs:
+        return Inputs(features[sets], log_p0[sets].unsqueeze(2), log_q0[sets].unsqueeze(1), view, sets, modules)
 
-    def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        pooled = make_pooled(features, x, log_p0, log_q0, coefficients)
-        with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            size = chunk_size(*extra)
-            # With fewer buffers than backward, chunks of twice its size stay in the cache.
-            for rows, scratch in chunks(x, size._replace(enlarge=2 * size.enlarge)):
-                inputs = gather(rows, features, x, log_p0, log_q0, modules)
-                pooled[rows] = forward(inputs, scratch, *extra).squeeze(2)
+    def run_forward(features, log_p0, log_q0, coefficients, view, *extra) -> Tensor:
+        pooled = features.new_empty(features.shape[:2])
+        device = features.device.type
+        with torch.autocast(device, enabled=False):
+            modules = prepare(features, log_p0, log_q0, coefficients, device == 'cpu', *extra)
+            # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
+            enlarge, parts, multiplies = chunk_size(*extra)
+            size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
+            for sets, scratch in chunks(features, size, log_p0.dtype):
+                inputs = gather(sets, features, log_p0, log_q0, view, modules)
+                pooled[sets] = forward(inputs, scratch, *extra).squeeze(2)
         return pooled
 
-    def run_whole(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        modules = prepare(x, log_p0, log_q0, coefficients, False, *extra)
-        inputs = gather(slice(None), features, x, log_p0, log_q0, modules)
-        pooled = forward(inputs, NoScratch(x), *extra).squeeze(2)
-        return pooled if features is None else pooled.to(features.dtype)
+    def run_whole(features, log_p0, log_q0, coefficients, view, *extra) -> Tensor:
+        modules = prepare(features, log_p0, log_q0, coefficients, False, *extra)
+        inputs = gather(slice(None), features, log_p0, log_q0, view, modules)
+        return forward(inputs, NoScratch(features, log_p0.dtype), *extra).squeeze(2).to(features.dtype)
 
-    def run_backward(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
+    def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, *extra) -> tuple[Tensor, ...]:
         wanted = Needs(*needs)
-        total = make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs)
-        d_features, d_x, d_log_p0, d_log_q0, d_coefficients = total
+        total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
+        d_features, d_log_p0, d_log_q0, d_coefficients = total
         slopes = Slopes(wanted.coefficients)
-        with torch.autocast(x.device.type, enabled=False):
-            modules = prepare(x, log_p0, log_q0, coefficients, x.device.type == 'cpu', *extra)
-            for rows, scratch in chunks(x, chunk_size(*extra)._replace(parts=1)):
-                inputs = gather(rows, features, x, log_p0, log_q0, modules)
-                part = backward(grad[rows].unsqueeze(2).to(x.dtype), inputs, scratch, wanted, slopes, *extra)
+        device = features.device.type
+        with torch.autocast(device, enabled=False):
+            modules = prepare(features, log_p0, log_q0, coefficients, device == 'cpu', *extra)
+            for sets, scratch in chunks(features, chunk_size(*extra)._replace(parts=1), log_p0.dtype):
+                inputs = gather(sets, features, log_p0, log_q0, view, modules)
+                part = backward(grad[sets].unsqueeze(2).to(log_p0.dtype), inputs, scratch, wanted, slopes, *extra)
                 if part.features is not None:
-                    d_features[rows] = part.features
-                if part.x is not None:
-                    d_x[rows] = part.x
+                    store(part.features, d_features[sets])
                 if part.log_p0 is not None:
-                    d_log_p0[rows] = part.log_p0.squeeze(2)
+                    d_log_p0[sets] = part.log_p0.squeeze(2)
                 if part.log_q0 is not None:
-                    d_log_q0[rows] = part.log_q0.squeeze(1)
+                    d_log_q0[sets] = part.log_q0.squeeze(1)
             if slopes.wanted:
                 d_coefficients.copy_(collect(slopes.sums(), coefficients))
         return total
 
-    def make_pooled(features, x, log_p0, log_q0, coefficients, *extra) -> Tensor:
-        return x.new_empty(x.shape[:2], dtype=x.dtype if features is None else features.dtype)
+    def make_pooled(features, *others) -> Tensor:
+        return features.new_empty(features.shape[:2])
 
-    def make_gradients(grad, features, x, log_p0, log_q0, coefficients, needs, *extra) -> tuple[Tensor, ...]:
+    def make_gradients(grad, features, log_p0, log_q0, coefficients, needs, *others) -> tuple[Tensor, ...]:
         return (
-            torch.empty_like(features) if features is not None and needs[0] else x.new_empty(0),
-            torch.empty_like(x) if needs[1] else x.new_empty(0),
-            x.new_empty(log_p0.shape if needs[2] else 0),
-            x.new_empty(log_q0.shape if needs[3] else 0),
+            torch.empty_like(features) if needs[0] else features.new_empty(0),
+            log_p0.new_empty(log_p0.shape if needs[1] else 0),
+            log_q0.new_empty(log_q0.shape if needs[2] else 0),
             torch.empty_like(coefficients),
         )
 
     define(
         name,
         Pair(run_forward, run_backward, make_pooled, make_gradients),
-        f'({INPUTS}{options}) -> Tensor',
-        f'(Tensor grad, {INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+        f'({INPUTS}, str view{options}) -> Tensor',
+        f'(Tensor grad, {INPUTS}, bool[] needs, str view{options}) -> (Tensor, Tensor, Tensor, Tensor)',
+        len(Needs._fields),
     )
     _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
 
@@ -193,7 +194,7 @@ class Pair(NamedTuple):
     fake_backward: Callable
 
 
-def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs: int = len(Needs._fields)) -> None:
+def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs: int) -> None:
     """Make the operators `torch.ops.rotp_vision.name` and `name_backward`, with autograd and vmap.
 
     `name(*inputs, *options)`, of `num_inputs` tensors, gives the pooled features and maybe vectors for backward;

@@ -9,17 +9,19 @@ and the pooling has the weights softmax_n(G + b). All state is vectors. Forward 
 of the step before from the parts its predecessor left, does r (local), and leaves its part of l; the last pools.
 Backward is K + 1 launches as well: those for b of the steps K … 1 leave their part of its gradient, and the last one,
 which knows all those gradients, writes what backward is for.
-
-Imports triton: import it only where `triton_ops` has found one.
 """
 
 # Kernels are not Python to a type checker.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from rotp_vision.core.triton_tiles import (
+from rotp_vision.core.explicit.sinkhorn import sinkhorn_coefficients
+from rotp_vision.core.triton.tiles import (
+    Launches,
     combine_lse,
     combine_sum,
     leave_lse,
@@ -28,11 +30,13 @@ from rotp_vision.core.triton_tiles import (
     merge_lse,
     open_set,
     open_tile,
+    register_sets,
     store_slopes,
     store_tile,
     tile_lse,
     to_mass_one,
 )
+from rotp_vision.core.weights import StepWeights
 
 # Their values must not make variants of a kernel.
 NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles']
@@ -197,3 +201,18 @@ def sinkhorn_backward(
             _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, gap_after, scale, rate_a, rate_b, step, d, n, D, N)
             db_part += tl.sum(dy, 0)
     leave_sum(parts, step, rate_b * db_part, n, N)
+
+
+def _launches(coefficients: Tensor, num_inner: int) -> Launches:
+    return Launches(sinkhorn_forward, sinkhorn_backward, num_inner, num_inner + 1, {})
+
+
+register_sets('sinkhorn_pool', _launches, ', int num_inner')
+
+
+def sinkhorn_pool(
+    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
+) -> Tensor:
+    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
+    coefficients = sinkhorn_coefficients(weights)[:4].float()
+    return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
