@@ -154,6 +154,7 @@ def calibrate(
     views: Sequence[View] = ('identity', 'rms', 'log'),
     priors: Sequence[TriedPrior] = ('uniform', 'norm'),
     metric: Metric = 'loss',
+    label_smoothing: float = 0.0,
     max_images: int = 512,
 ) -> Calibration:
     """Fit a converted model's global pooling to labelled images, if any setting of it beats average pooling on them.
@@ -172,6 +173,8 @@ def calibrate(
         priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
         metric: what decides, 'loss' or 'top1'. A pooling that is sharp enough to lower the loss most may cost a little
             accuracy.
+        label_smoothing: of the loss. Images that the network was trained on want some: it is too sure of them, and a
+            gain that is fitted to them without is too large for others.
         max_images: how many images to read.
 
     Returns:
@@ -193,6 +196,8 @@ def calibrate(
     ):
         if isinstance(given, str) or not given or not set(given) <= set(allowed):
             raise ValueError(f'{name} must be of {", ".join(allowed)}, got {given!r}')
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f'label_smoothing must lie in [0, 1), got {label_smoothing}')
     if max_images < 4:
         raise ValueError(f'max_images must be at least 4, got {max_images}')
     if pool.options.prior == 'attention':
@@ -201,7 +206,7 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        search = _Search(collected, Head(model, pool, collected), pool.options, metric)
+        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
@@ -339,7 +344,9 @@ class Judged(NamedTuple):
     gain: float  # likewise
 
 
-def _gain_curve(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> _Curve:
+def _gain_curve(
+    head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True, label_smoothing: float = 0.0
+) -> _Curve:
     """How pooled features (images, D) do at every gain, or at gain one alone."""
     logits = head(pooled)
 
@@ -351,7 +358,8 @@ def _gain_curve(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = T
             else:
                 scaled = logits if gain == 1.0 else head(gain * pooled)
             target = scaled.gather(1, targets[:, None]).squeeze(1)
-            losses.append(scaled.logsumexp(1) - target)
+            wanted = target if not label_smoothing else torch.lerp(target, scaled.mean(1), label_smoothing)
+            losses.append(scaled.logsumexp(1) - wanted)
             rights.append((target >= scaled.amax(1)).float())  # argmax takes ten times as long
         return _Curve(log_gains, torch.stack(losses), torch.stack(rights))
 
@@ -373,29 +381,32 @@ def _cross_fit(images: Tensor, fit: Callable[[Tensor], Any], curve_of: Callable[
     return Judged(loss, right, found, curve.gain(*curve.best()))
 
 
-def judge_pooled(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> Judged:
+def judge_pooled(
+    head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True, label_smoothing: float = 0.0
+) -> Judged:
     """Pooled features (images, D) with a gain that is fitted on each half of the images and judged on the other."""
-    curve = _gain_curve(head, pooled, targets, with_gain)
+    curve = _gain_curve(head, pooled, targets, with_gain, label_smoothing)
     return _cross_fit(torch.arange(len(targets), device=targets.device), lambda images: None, lambda _: curve)
 
 
 class _Search:
     """Fits poolings on halves of the images and judges them on the other halves."""
 
-    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric):
+    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric, label_smoothing: float):
         self.sets, self.targets = collected.sets, collected.targets
-        self.head, self.options, self.metric = head, options, metric
+        self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
         self.known: dict[Setting, _Curve] = {}
 
     def judge_average(self, with_gain: bool) -> Judged:
-        return judge_pooled(self.head, torch.cat([sets.float().mean(2) for sets in self.sets]), self.targets, with_gain)
+        pooled = torch.cat([sets.float().mean(2) for sets in self.sets])
+        return judge_pooled(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
     def judge_gem(self) -> Judged:
         def pooled(power: float) -> Tensor:
             return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
 
-        curves = {power: _gain_curve(self.head, pooled(power), self.targets) for power in _GEM_POWERS}
+        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
         return _cross_fit(
             self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
         )
@@ -474,8 +485,10 @@ class _Search:
                 weights = ModuleWeights(options).to(x.device)()
                 pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
         for setting, chunks in pooled.items():
-            with_gain = self.options.gain != 'off'
-            self.known[setting] = _gain_curve(self.head, torch.cat(chunks), self.targets, with_gain)
+            self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
+
+    def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
+        return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
     def _spreads(self, views: Sequence[View]) -> dict[View, float]:
         """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""

@@ -135,6 +135,21 @@ def test_the_gain_alone_is_found():
     assert report.average.loss == pytest.approx(loss(1.0), rel=1e-4)
 
 
+def test_label_smoothing_holds_back_the_gain_of_images_known_by_heart():
+    """Each image is right whatever the gain: without smoothing the largest is the best."""
+    y = torch.arange(64) % 4
+    x = 0.1 * F.one_hot(y, 4).float()[:, :, None, None].expand(64, 4, 8, 8) + 1e-3 * torch.rand(64, 4, 8, 8)
+    model = convert(Peaks(), example_input=x[:2])
+    sure, held = (calibrate(model, [(x, y)], label_smoothing=eps).average_gain for eps in (0.0, 0.1))
+    assert sure.gain > 10
+    logits = held.gain * 12 * x.mean((2, 3))
+    for factor in (0.9, 1.1):
+        assert F.cross_entropy(logits, y, label_smoothing=0.1) < F.cross_entropy(
+            factor * logits, y, label_smoothing=0.1
+        )
+    assert held.loss == pytest.approx(F.cross_entropy(logits, y, label_smoothing=0.1).item(), rel=1e-3)
+
+
 def test_top1_can_decide():
     model = convert(Peaks(), example_input=torch.rand(2, 4, 8, 8))
     report = calibrate(model, [peaks(256, 0)], metric='top1')
@@ -250,6 +265,7 @@ X, Y = torch.linspace(-2, 2, 4 * 3 * 64 * 64).sin().view(4, 3, 64, 64), torch.te
         ([(X, Y)], {'views': []}, r'views must be of identity, rms, log, got \[\]'),
         ([(X, Y)], {'priors': ['attention']}, 'priors must be of uniform, norm'),
         ([(X, Y)], {'metric': 'accuracy'}, 'metric must be of loss, top1'),
+        ([(X, Y)], {'label_smoothing': 1.0}, r'label_smoothing must lie in \[0, 1\), got 1.0'),
     ],
 )
 def test_what_cannot_be_calibrated_on_is_said(batches, options, message):
