@@ -110,6 +110,20 @@ def test_says_when_there_is_nothing_to_find_and_leaves_the_mean():
         )
 
 
+def test_a_gain_in_the_fourth_digit_is_none():
+    """Only images that are right anyway have a peak, a tiny one: sharp pooling is surely better, and hardly."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (64,), generator=generator)
+    shown = torch.where(torch.arange(64) % 5 == 0, (y + 1) % 4, y)  # a fifth looks like another class
+    x = torch.ones(64, 4, 8, 8)
+    x[torch.arange(64), shown] += 0.1
+    x[torch.arange(64), shown, 0, 0] += 1e-4 * (shown == y)
+    report = calibrate(convert(Peaks(), example_input=x[:2]), [(x, y)])
+    gained, error = report.tried[0].loss_difference
+    assert -1e-3 < gained < -error
+    assert report.chosen is None
+
+
 def test_fits_and_judges_on_different_images():
     """Labels without meaning: whatever is fitted to them, no pooling is judged to be of use."""
     generator = torch.Generator().manual_seed(1)
