@@ -94,6 +94,13 @@ class Calibration:
         chosen: the row of `tried` that the pool was left at; None if it was left next to the mean.
         sentence: what was gained, in words.
         trials: every setting that was tried, with the loss of the best gain on all images.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> report = rotp_vision.calibrate(model, [(torch.rand(8, 3, 64, 64), torch.arange(8) % 3)])
+        >>> [row.name for row in report.rows]
+        ['average', 'average + gain', 'GeM + gain', 'ROTP, uniform prior', 'ROTP, norm prior']
     """
 
     path: str
@@ -382,11 +389,9 @@ def _cross_fit(images: Tensor, fit: Callable[[Tensor], Any], curve_of: Callable[
     return Judged(loss, right, found, curve.gain(*curve.best()))
 
 
-def judge_pooled(
-    head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True, label_smoothing: float = 0.0
-) -> Judged:
+def judge_pooled(head: Head, pooled: Tensor, targets: Tensor) -> Judged:
     """Pooled features (images, D) with a gain that is fitted on each half of the images and judged on the other."""
-    curve = _gain_curve(head, pooled, targets, with_gain, label_smoothing)
+    curve = _gain_curve(head, pooled, targets)
     return _cross_fit(torch.arange(len(targets), device=targets.device), lambda images: None, lambda _: curve)
 
 
@@ -398,10 +403,12 @@ class _Search:
         self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
         self.known: dict[Setting, _Curve] = {}
+        self.means = torch.cat([sets.float().mean(2) for sets in self.sets])
+        self.average = self._curve(self.means)
 
     def judge_average(self, with_gain: bool) -> Judged:
-        pooled = torch.cat([sets.float().mean(2) for sets in self.sets])
-        return judge_pooled(self.head, pooled, self.targets, with_gain, self.label_smoothing)
+        curve = self.average if with_gain else self._curve(self.means, with_gain=False)
+        return _cross_fit(self.images, lambda images: None, lambda _: curve)
 
     def judge_gem(self) -> Judged:
         def pooled(power: float) -> Tensor:
@@ -448,9 +455,10 @@ class _Search:
         return self._mildest(best, images, prior)
 
     def _mildest(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
-        """Of the settings that are not worse than the best by a standard error, the one that changes features least.
+        """Of the settings that are not worse than the best by a standard error, the one nearest to average pooling.
 
-        The loss is flat around its minimum, and a sharper pooling, which a smaller gain shows, tends to cost accuracy.
+        The loss is flat around its minimum, and a sharper pooling tends to cost accuracy. How far a pooling is from the
+        average shows in its gain, as it changes the size of the features.
         """
         if self.metric == 'top1':
             return best
@@ -459,14 +467,15 @@ class _Search:
             curve = self.known[setting].of(images)
             return curve.at(*curve.best())[0]
 
-        def change(setting: Setting) -> float:
+        def distance(setting: Setting) -> float:
             curve = self.known[setting].of(images)
-            return abs(math.log(curve.gain(*curve.best())))
+            return abs(math.log(curve.gain(*curve.best()) / average))
 
-        least = loss(best)
+        curve = self.average.of(images)
+        least, average = loss(best), curve.gain(*curve.best())
         mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
         mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
-        return min([best, *mild], key=change)
+        return min([best, *mild], key=distance)
 
     def _cost(self, curve: _Curve, images: Tensor) -> float:
         loss, right = (values.mean() for values in curve.of(images).at(*curve.of(images).best()))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import PoolOptions, calibrate, convert, rot_pools
+from rotp_vision.calibration import Setting, _Curve, _Search
 
 DATA = Path(__file__).parents[2] / 'shared' / 'data'
 
@@ -122,6 +123,23 @@ def test_a_gain_in_the_fourth_digit_is_none():
     gained, error = report.tried[0].loss_difference
     assert -1e-3 < gained < -error
     assert report.chosen is None
+
+
+def test_the_mildest_is_the_nearest_to_average_pooling_whatever_its_gain():
+    """Of a network that is not sure enough, all gains are large: what has the smallest of them is not the mildest."""
+    images = torch.arange(50)
+    noise = torch.randn(50, generator=torch.Generator().manual_seed(0))
+
+    def curve(gain, loss):
+        steps = torch.arange(-4, 5)
+        each = loss + 0.01 * steps.square()[:, None] + 0.1 * noise.roll(round(gain))
+        return _Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
+
+    search = _Search.__new__(_Search)
+    search.metric, search.average = 'loss', curve(3.0, 1.0)
+    sharp, best, mild, worse = (Setting('rms', temperature) for temperature in (1.0, 2.0, 4.0, 8.0))
+    search.known = {sharp: curve(1.1, 0.91), best: curve(1.5, 0.9), mild: curve(2.5, 0.91), worse: curve(2.9, 0.99)}
+    assert search._mildest(best, images, 'uniform') == mild
 
 
 def test_fits_and_judges_on_different_images():
