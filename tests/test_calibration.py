@@ -1,6 +1,5 @@
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import timm
@@ -11,8 +10,6 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import PoolOptions, calibrate, convert, rot_pools
-
-DATA = Path(__file__).parents[2] / 'shared' / 'data'
 
 
 class Peaks(nn.Module):
@@ -265,12 +262,11 @@ def test_labels_of_any_kind_of_integer(labels):
     assert calibrate(model, [(X, labels)], views=['rms']).average_gain.loss == expected
 
 
-@pytest.mark.skipif(not DATA.exists(), reason='needs the real images and weights of ../shared/data')
-def test_beats_average_pooling_on_real_images_not_used_for_it():
+def test_beats_average_pooling_on_real_images_not_used_for_it(real_data):
     """ResNet-18 on Tiny-ImageNet: calibrated on 250 images, judged on 250 others."""
     network = NETWORKS[2]
-    native = build(network, DATA)
-    rows = images_of(network, DATA, 500)[:500]
+    native = build(network, real_data)
+    rows = images_of(network, real_data, 500)[:500]
     x, y = torch.stack(rows['x']), torch.tensor(rows['y'])
     model = convert(copy.deepcopy(native))
     report = calibrate(model, [(x[:250], y[:250])])
