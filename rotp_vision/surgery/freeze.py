@@ -15,8 +15,8 @@ Train = Literal['pool', 'pool+classifier', 'all']
 _FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
 
 
-def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
-    """Names of the parameters that train; all others are frozen, and so is what they belong to.
+def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
+    """Freeze all of a model but its ROT pools, in place; returns the same model and logs which parameters train.
 
     Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics and dropout
     stays off, also where the network itself applies it. `freeze(model, 'all')` undoes it. Freeze before DDP and the
@@ -29,8 +29,9 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     Example:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> len(rotp_vision.freeze(model))
-        4
+        >>> model = rotp_vision.freeze(model)
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['global_pool.weights.smoothness.beta', 'global_pool.weights.step.beta', 'global_pool.gain.beta']
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
@@ -58,7 +59,7 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     total = sum(parameter.numel() for parameter in model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _in_short(trainable))
-    return trainable
+    return model
 
 
 def rest_frozen(model: nn.Module, mode: bool):
