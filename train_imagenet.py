@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import rotp_vision
 from rotp_vision.evaluation import Places, counted_places, places_sentence
+from rotp_vision.files import write_atomically
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
 from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
@@ -48,7 +49,6 @@ from rotp_vision.training.checkpoint import (
     clear_leftovers,
     find_checkpoint,
     save_checkpoint,
-    write_atomically,
 )
 from rotp_vision.training.config import (
     PoolStageConfig,

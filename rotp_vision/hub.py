@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import json
-import os
 import re
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
+from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
@@ -245,7 +245,8 @@ def save_pretrained(
             (made / 'config.json').write_text(json.dumps(config, indent=2))
         _compare_with_loaded(model, made)
         _write_weights(model, made / 'model.safetensors')
-        _sync(made / 'config.json')
+        for file in made.iterdir():
+            force_to_disk(file)
         old = Path(workplace) / 'old'
         if target.exists():
             target.rename(old)
@@ -322,31 +323,15 @@ def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False)
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another file, or overwrite it with force')
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
-        made = _write_weights(model, Path(workplace) / target.name)
-        made.replace(target)
+    with replacing(target) as temporary:
+        _write_weights(model, temporary)
     return target
 
 
-def _write_weights(model: nn.Module, path: Path) -> Path:
+def _write_weights(model: nn.Module, path: Path):
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path, metadata={'format': 'pt'})
     open_by_umask(path)
-    _sync(path)
-    return path
-
-
-def open_by_umask(path: Path):
-    """Lets others read a file as far as the umask does; safetensors makes it for its owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
-def _sync(path: Path):
-    """Have the operating system put a file on the disk."""
-    with open(path, 'rb') as handle:
-        os.fsync(handle.fileno())
 
 
 def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:

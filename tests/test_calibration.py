@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
-from rotp_vision import PoolOptions, calibrate, convert, rot_pools
+from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
 
 
 class Peaks(nn.Module):
@@ -211,8 +211,15 @@ def test_networks_of_other_images_and_with_more_in_their_head():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match='one global ROT pooling, got 0: convert it first'):
+    with pytest.raises(ValueError, match=r'one global ROT pool, got 0; rotp_vision.convert\(model\) makes one'):
         calibrate(timm.create_model('test_resnet'), [])
+    mixed = Peaks()
+    mixed.global_pool = MixedROTPool2d.mean_max()
+    with pytest.raises(ValueError, match=r'global_pool must be a single pooling .*, got MixedROTPool2d'):
+        calibrate(mixed, [])
+    mixed.pool = GlobalROTPool2d()
+    with pytest.raises(ValueError, match='must have one global ROT pool, got 2: global_pool, pool'):
+        calibrate(mixed, [])
     with pytest.raises(ValueError, match='loader must give at least one batch'):
         calibrate(convert(timm.create_model('test_resnet')), [])
 

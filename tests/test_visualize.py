@@ -157,7 +157,7 @@ def test_evidence_needs_a_classifier_directly_after_the_pool(make, message):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match='model must have one global ROT pool, got none'):
+    with pytest.raises(ValueError, match=r'one global ROT pool, got 0; rotp_vision.convert\(model\) makes one'):
         pool_maps(net(nn.AdaptiveAvgPool2d(1)), images())
     with pytest.raises(ValueError, match=r'class_index must lie in 0 … 3, got 4'):
         evidence(pool_maps(net(GlobalROTPool2d()), images()), 4)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
+from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.fold import run_layers
 
@@ -17,14 +18,20 @@ GlobalPool = GlobalROTPool2d | ROTSetPool
 
 
 def find_global_pool(model: nn.Module) -> tuple[str, GlobalPool]:
-    """The one global ROT pooling of a model, of maps or of tokens, and its path."""
-    pools = {path: pool for path, pool in rot_pools(model).items() if isinstance(pool, GlobalPool)}
+    """Path and module of the one global ROT pool of a model, of maps or of tokens, which must not be a mixed one."""
+    path, pool = find_any_global_pool(model)
+    if not isinstance(pool, GlobalPool):
+        raise ValueError(f'{path} must be a single pooling (GlobalROTPool2d or ROTSetPool), got {type(pool).__name__}')
+    return path, pool
+
+
+def find_any_global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
+    """Path and module of the one global ROT pool of a model, of maps or of tokens, single or mixed."""
+    pools = [(path, pool) for path, pool in rot_pools(model).items() if isinstance(pool, (MapPool, ROTSetPool))]
     if len(pools) != 1:
-        raise ValueError(
-            f'the model must have one global ROT pooling, got {len(pools)}: convert it first '
-            "(rotp_vision.convert(model), where='global')"
-        )
-    return next(iter(pools.items()))
+        found = f': {", ".join(path for path, _ in pools)}' if pools else '; rotp_vision.convert(model) makes one'
+        raise ValueError(f'the model must have one global ROT pool, got {len(pools)}{found}')
+    return pools[0]
 
 
 def sets_of(pool: GlobalPool, x: Tensor) -> Tensor:

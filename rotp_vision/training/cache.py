@@ -19,8 +19,9 @@ from rich.markup import escape
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from rotp_vision.files import force_to_disk, write_atomically
 from rotp_vision.surgery import rot_pools
-from rotp_vision.training.checkpoint import digest_of, force_to_disk, write_atomically
+from rotp_vision.training.checkpoint import digest_of
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization

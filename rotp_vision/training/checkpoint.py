@@ -8,7 +8,6 @@ name, forced to disk, renamed, and only then are older ones removed.
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotp_vision.hub import open_by_umask
+from rotp_vision.files import force_to_disk, open_by_umask
 
 MODEL, STATE, MANIFEST = 'model.safetensors', 'state.pt', 'manifest.json'
 
@@ -119,23 +118,6 @@ def _remove(path: Path) -> None:
     """Takes a checkpoint's name away before its files, so that half of one is never taken for a whole one."""
     if path.exists():
         shutil.rmtree(path.rename(path.with_name(f'.{path.name}.old')))
-
-
-def force_to_disk(path: Path) -> None:
-    """Returns when a file's content (a directory's entries) would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small text file in one move."""
-    temporary = path.with_name(f'.{path.name}.tmp')
-    temporary.write_text(text)
-    force_to_disk(temporary)
-    temporary.replace(path)
 
 
 def list_checkpoints(directory: Path) -> list[Path]:

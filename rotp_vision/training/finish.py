@@ -9,11 +9,11 @@ import timm
 import torch
 from torch import nn
 
-from rotp_vision.hub import TORCHVISION, open_by_umask, save_pretrained, write_state_dict
+from rotp_vision.files import open_by_umask, write_atomically
+from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
-from rotp_vision.training.checkpoint import write_atomically
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization

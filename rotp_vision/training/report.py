@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from rotp_vision.training.checkpoint import write_atomically
+from rotp_vision.files import write_atomically
 from rotp_vision.visualize import save_figure
 
 

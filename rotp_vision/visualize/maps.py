@@ -6,10 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.layers import ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.fold import TRANSPARENT, is_linear, run_layers
+from rotp_vision.surgery.head import find_any_global_pool
 
 
 class PoolMaps(NamedTuple):
@@ -41,7 +40,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
             local ones may be there too. Its mode and hooks are as before afterwards.
         images: (B, 3, H, W) of any size the model takes, normalised.
     """
-    path, pool = _global_pool(model)
+    path, pool = find_any_global_pool(model)
     ran, logits = run_layers(model, (images,))
     index = next((i for i, call in enumerate(ran) if call.module is pool), None)
     if index is None:
@@ -115,15 +114,6 @@ def evidence(maps: PoolMaps, class_index: int | Sequence[int] | Tensor | None = 
     bias = weight.new_zeros(batch) if bias is None else bias.detach().to(weight.dtype)[classes]
     ours, average = (torch.einsum('bd,bdhw->bhw', weight, part) for part in (maps.contributions, maps.average))
     return Evidence(classes, bias, ours, average)
-
-
-def _global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
-    pools = rot_pools(model)
-    found = [(path, pool) for path, pool in pools.items() if isinstance(pool, (MapPool, ROTSetPool))]
-    if len(found) != 1:
-        paths = ', '.join(path for path, _ in found) or 'none'
-        raise ValueError(f'model must have one global ROT pool, got {paths}; rotp_vision.convert puts it in')
-    return found[0]
 
 
 def _grid(num_tokens: int, height: int, width: int) -> tuple[int, int]:

@@ -12,10 +12,11 @@ from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
+from rotp_vision.files import write_atomically
 from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
 from rotp_vision.visualize.draw import EVIDENCE_COLOURS, displayed, overlay, overlay_weight
-from rotp_vision.visualize.files import to_pixels, to_png, write_whole
+from rotp_vision.visualize.figures import to_pixels, to_png
 from rotp_vision.visualize.history import SYMBOLS
 from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
 
@@ -73,11 +74,11 @@ def visualize(
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     sheet, page = output / 'sheet.png', output / 'index.html'
-    write_whole(sheet, to_png(_stacked(rows)))
+    write_atomically(sheet, to_png(_stacked(rows)))
     pool = model.get_submodule(maps.path)
     assert isinstance(pool, ROTPool)
     drawn = f'{len(paths)} of {total} images are drawn.' if total is not None and total != len(paths) else ''
-    write_whole(page, _page(maps, pool, sections, drawn).encode())
+    write_atomically(page, _page(maps, pool, sections, drawn))
     return [sheet, page]
 
 
