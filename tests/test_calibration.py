@@ -228,7 +228,7 @@ def test_errors():
             return self.forward_head(x) + x[:, :, 0, 0]
 
     model = convert(Leaky(), example_input=torch.rand(2, 4, 8, 8))
-    with pytest.raises(ValueError, match='through the global pooling alone'):
+    with pytest.raises(ValueError, match='through the global pool alone'):
         calibrate(model, [peaks(8, 0)])
 
 

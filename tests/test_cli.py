@@ -140,7 +140,7 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near: test_resnet'),
+        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'close matches: test_resnet'),
         (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
         (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
         (['convert', '--model', 'test_resnet', '--set', 'implicit=no', '--output', '{place}/new'],

@@ -163,11 +163,11 @@ def test_bad_input(tmp_path):
         evidence(pool_maps(net(GlobalROTPool2d()), images()), 4)
     pool = MixedROTPool2d([{'gain': 'scalar'}, 'sinkhorn'])
     pool.heads[0].set_weights(gain=3.0)
-    with pytest.raises(ValueError, match='not its features averaged under its plan'):
+    with pytest.raises(ValueError, match='must be the average of its features under its plan'):
         pool_maps(net(pool), images())
     model = net(ROTSetPool(), layout='NLC')
     model.conv = nn.Sequential(nn.Conv2d(3, CHANNELS, 1), nn.AdaptiveAvgPool2d((7, 1))).double()
-    with pytest.raises(ValueError, match='7 tokens are no grid over an image of 7 × 5'):
+    with pytest.raises(ValueError, match='7 tokens do not form a grid over an image of 7 × 5'):
         pool_maps(model, images(height=7, width=5))
     with pytest.raises(ValueError, match='images must name at least one'):
         visualize(net(GlobalROTPool2d()), [], tmp_path)

@@ -11,7 +11,7 @@ from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
 _logger = logging.getLogger('rotp_vision')
 
 Train = Literal['pool', 'pool+classifier', 'all']
-# The parameters that did not want gradients before `freeze`, and the mode that was last asked for.
+# The parameters that did not require gradients before `freeze`, and the mode that `train` or `eval` last set.
 _FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
 
 
@@ -86,7 +86,7 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """What a timm model calls its classifier, else the last linear layer or convolution."""
+    """The classifiers that a timm model names, otherwise the last linear layer or convolution."""
     get_classifier: Any = getattr(model, 'get_classifier', None)
     if get_classifier is not None:
         given = get_classifier()

@@ -261,7 +261,7 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     assert run.run('--data.source', 'folder', '--data.path', str(tmp_path / 'nowhere')) == 1
     assert 'data.path must be an existing directory' in run.text
     assert run.run('--model.name', 'resnet81') == 1
-    assert 'near: ' in run.text
+    assert 'close matches: ' in run.text
     # What only stage 2 would meet.
     assert run.run('--stage2.optimizer', 'adamww') == 1
     assert "stage2.optimizer 'adamww' cannot be made" in run.text
