@@ -240,7 +240,7 @@ def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in
     shape = call.input_shape
     host, reason = None, ''
     if in_methods > 1:
-        reason = f'{old} is one of {in_methods} poolings in methods, which one new pool cannot replace'
+        reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot replace all of them'
     elif FAMILY_METHODS.get(cls) == call.method:
         host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
     elif native_method(cls, call.method) is None:
@@ -297,7 +297,7 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
     kind = 'tokens' if len(shape) == 3 else 'global'
     if attention:
         path, old = attention[-1], 'attention pooling'
-        reason = 'the model pools by attention, which has its own weights: there is no mean to replace'
+        reason = 'the model pools by attention, which has weights of its own: there is no mean to replace'
     elif getattr(model, 'global_pool', '') == 'token' or (last is not None and last.name == '__getitem__'):
         path, old = '' if last is None else last.path, 'class token'
         reason = 'the classifier reads a class token: ' + (
