@@ -160,7 +160,7 @@ class NormPrior(nn.Module):
 
 
 def log_norm(x: Tensor) -> Tensor:
-    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider, clamped from below at `VIEW_FLOOR`."""
+    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
     if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         return _log_norm(x)
     return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]

@@ -156,7 +156,7 @@ def test_a_method_that_pools_its_argument(network):
     ('model', 'old', 'reason'),
     [
         (Functional(), 'mean in Functional.forward', r'self\.pool = nn\.AdaptiveAvgPool2d\(1\)'),
-        (NormFirst(), 'mean in NormFirst.head', 'computed itself'),
+        (NormFirst(), 'mean in NormFirst.head', 'pools a result of the same method'),
         (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'one of 2 poolings'),
         (Twice(), 'AdaptiveAvgPool2d', 'runs 2 times'),
         (Own(Median()), 'Median', 'neither the mean nor the maximum'),

@@ -264,7 +264,7 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     assert 'close matches: ' in run.text
     # What only stage 2 would meet.
     assert run.run('--stage2.optimizer', 'adamww') == 1
-    assert "stage2.optimizer 'adamww' cannot be made" in run.text
+    assert "stage2.optimizer 'adamww' cannot be created" in run.text
     missing = next(name for name in ('aim', 'dvclive', 'swanlab', 'clearml') if name not in get_available_trackers())
     assert run.run('--trackers', f'[{missing}]') == 1
     assert f'tracker {missing} is not installed: pip install {missing}' in run.text
