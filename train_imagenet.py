@@ -253,14 +253,14 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
         model = train_stage(run, convert_model(model, config.pool, progress.pools), 2, checkpoint)
     if config.dry_run:
         return
-    told = None
+    note = None
     if progress.stage == 2:
         # From the images, even if epochs were evaluated from cached maps.
         with counted_places(model) as places:
             progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
-        told = tell_places(run, places)
+        note = describe_places(run, places)
     if run.main:
-        finish(run, model, told)
+        finish(run, model, note)
     run.host.wait()
 
 
@@ -482,7 +482,7 @@ def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> N
     run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
 
 
-def tell_places(run: Run, places: Places) -> str | None:
+def describe_places(run: Run, places: Places) -> str | None:
     """A sentence about how far the plan is from uniform, over the images of all processes."""
     used, count = run.host.sum(sum(float(some.sum()) for some in places.used), sum(map(len, places.used)))
     total = max(run.host.gather(places.total))

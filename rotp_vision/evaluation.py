@@ -63,9 +63,9 @@ class ImageFiles(Dataset):
         """Why the class folders cannot be the classes of a network with `num_classes`; empty if they can."""
         if not self.classes:
             return f'{self.root} has no class folders'
-        beside = sum(path.parent == self.root for path in self.files)
-        if beside:
-            return f'{self.root} has {beside} images beside its class folders'
+        outside = sum(path.parent == self.root for path in self.files)
+        if outside:
+            return f'{self.root} has {outside} images outside its class folders'
         if len(self.classes) != num_classes:
             return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
         return ''
@@ -175,9 +175,9 @@ def compare(
                 judged = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
                 average_gain = Score(float(judged.loss.mean()), float(judged.right.mean()), None)
     old, new = (Score(*row) if labelled else None for row in (sums / count).tolist())
-    told = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
+    sentence = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
     share = agreed / count
-    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, told)
+    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, sentence)
 
 
 def _head(model: nn.Module, images: Tensor) -> Head | None:
@@ -251,7 +251,7 @@ def _feature_axis(pool: MapPool | ROTSetPool) -> int:
 
 def places_sentence(used: float, total: int) -> str:
     """A sentence about how far a plan is from uniform."""
-    told = f'The plan uses {used:.3g} of {total} places'
+    sentence = f'The plan uses {used:.3g} of {total} places'
     if used > 0.99 * total:
-        return f'{told}: the pooling is still average pooling.'
-    return f'{told}; average pooling uses all of them, max pooling one.'
+        return f'{sentence}: the pooling is still average pooling.'
+    return f'{sentence}; average pooling uses all of them, max pooling one.'

@@ -146,7 +146,7 @@ def test_model_is_left_as_it_was():
         (lambda: net(GlobalROTPool2d(), between=nn.LayerNorm(CHANNELS)), r'between \(LayerNorm\), fc \(Linear\)'),
         (lambda: net(GlobalROTPool2d(), between=nn.Linear(CHANNELS, CHANNELS)), r'between \(Linear\), fc \(Linear\)'),
         (lambda: net(GlobalROTPool2d(), classifier=nn.Identity()), 'no classifier follows'),
-        (lambda: net(GlobalROTPool2d(), last=torch.tanh), 'a function stands before or after fc'),
+        (lambda: net(GlobalROTPool2d(), last=torch.tanh), 'a function is applied before or after fc'),
     ],
     ids=['norm', 'hidden layer', 'no classifier', 'function'],
 )

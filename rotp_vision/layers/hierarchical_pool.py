@@ -29,7 +29,7 @@ class MixedROTPool2d(MapPool):
 
         f = f_rot([f_rot(X; θ_1), …, f_rot(X; θ_M)]; θ_{M+1})
 
-    The fusing pooling sees a set of M samples, the heads, whose prior q0 = softmax(ω) is learned: one vector ω for
+    The fusing pooling pools a set of M samples, the heads, whose prior q0 = softmax(ω) is learned: one vector ω for
     all images, or, gated, a linear function of the image's mean feature. `MixedROTPool2d.mean_max()` is the paper's
     mixed mean-max pooling, `mean_max(gated=True, num_features=…)` its gated mean-max pooling.
 

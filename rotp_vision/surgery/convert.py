@@ -239,8 +239,8 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
         pool.to(like.device, like.dtype)
-    beside = found.path if found.host is None else found.path.rpartition('.')[0]
-    return pool.train(model.get_submodule(beside).training)
+    owner = found.path if found.host is None else found.path.rpartition('.')[0]
+    return pool.train(model.get_submodule(owner).training)
 
 
 # A converted pool keeps what it replaced, though not as a child, so that it does not appear in the state dict.

@@ -1,6 +1,6 @@
 """Feature maps of the frozen backbone, computed once and kept as float16 memory-mapped shards.
 
-Every process computes the maps of its share of the images and writes them to files of its own; all processes then read
+Every process computes the maps of its share of the images and writes them to its own files; all processes then read
 all of them, so that batches are composed exactly as without the cache.
 """
 
@@ -253,8 +253,8 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     damaged = [mine[part].name for part in missing if mine[part].exists()]
     damaged = [name for names in run.host.gather(damaged) for name in names]
     if damaged:
-        told = f'{", ".join(damaged)} in {directory} are damaged and are computed again'
-        run.console.print(f'[yellow]warning:[/] {escape(told)}', soft_wrap=True)
+        message = f'{", ".join(damaged)} in {directory} are damaged and are computed again'
+        run.console.print(f'[yellow]warning:[/] {escape(message)}', soft_wrap=True)
     if any(run.host.gather(missing)):
         plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
         problem = None
@@ -263,8 +263,8 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         except OSError as error:
             problem = error
         fail_together(run.host, problem)
-        told = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
-        run.console.print(told, soft_wrap=True, markup=False)
+        message = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
+        run.console.print(message, soft_wrap=True, markup=False)
 
     @torch.no_grad()
     def compute(images: Tensor) -> Tensor:

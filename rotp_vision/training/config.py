@@ -191,7 +191,7 @@ class RunConfig:
         deterministic: allow only deterministic operations (needed for bit-exact runs on GPU).
         log_every: steps between two rows of steps.csv.
         checkpoint_minutes: minutes between two checkpoints inside an epoch; 0 for at epoch ends only.
-        checkpoint_steps: steps between two checkpoints inside an epoch, beside those by time; 0 for none.
+        checkpoint_steps: steps between two checkpoints inside an epoch, besides those by time; 0 for none.
         keep: last checkpoints kept, besides the best; at least 2.
         trackers: Accelerate's trackers, such as [tensorboard] or [wandb]; CSV is always written.
         data: the images.

@@ -64,15 +64,15 @@ def _rates(settings: StageConfig) -> str:
     return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
 
 
-def finish(run: Run, model: nn.Module, told: str | None) -> None:
-    """Export the model, print the tables and draw the pictures; `told` is printed below the table."""
+def finish(run: Run, model: nn.Module, note: str | None) -> None:
+    """Export the model, print the tables and draw the pictures; `note` is printed below the table."""
     progress, output = run.progress, run.output
     loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
     run.place(model)
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
-    if told:
-        run.console.print(told, soft_wrap=True, markup=False)
+    if note:
+        run.console.print(note, soft_wrap=True, markup=False)
     for title, metrics in progress.summary.items():
         if not math.isfinite(metrics['loss']):
             run.console.print(

@@ -141,12 +141,12 @@ def fail_once(error: object) -> NoReturn:
 def fail_together(host: HostGroup, problem: Exception | None) -> None:
     """End all processes if any has a problem; the main one prints each distinct problem once."""
     problems = host.gather(None if problem is None else (str(problem), socket.gethostname()))
-    told: dict[str, list[str]] = {}
+    reports: dict[str, list[str]] = {}
     for rank, found in enumerate(problems):
         if found is not None:
-            told.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
-    if not told:
+            reports.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
+    if not reports:
         return
-    if len(told) == 1 and None not in problems:
-        fail_once(*told)
-    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in told.items()))
+    if len(reports) == 1 and None not in problems:
+        fail_once(*reports)
+    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in reports.items()))

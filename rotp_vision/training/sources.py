@@ -201,10 +201,10 @@ def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         removed = [name for name in old.get('classes', ()) if name not in set(new['classes'])]
         added = [name for name in new['classes'] if name not in set(old.get('classes', ()))]
         if removed or added:
-            told = [
+            parts = [
                 f'{word} {", ".join(names[:5])}' for word, names in (('without', removed), ('with', added)) if names
             ]
-            lines.append(f'{split}: classes {" and ".join(told)}')
+            lines.append(f'{split}: classes {" and ".join(parts)}')
         elif old['classes'] != new['classes']:
             lines.append(f'{split}: classes in another order')
         if old.get('images') != new['images']:

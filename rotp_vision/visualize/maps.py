@@ -74,7 +74,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
         between = [f'{call.path} ({type(call.module).__name__})' for call in after]
         obstacle = f'{", ".join(between[:3])}{", …" if len(between) > 3 else ""} follows it, not a linear layer alone'
     elif not torch.equal(after[0].input.flatten(1), pooled) or not torch.equal(after[0].output.flatten(1), logits):
-        obstacle = f'a function stands before or after {after[0].path}'
+        obstacle = f'a function is applied before or after {after[0].path}'
     else:
         assert isinstance(after[0].module, (nn.Linear, nn.Conv2d))
         classifier = after[0].module

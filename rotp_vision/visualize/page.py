@@ -162,9 +162,9 @@ def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str], drawn: str) ->
         for name, value in pool.named_weights().items()
     )
     if maps.classifier is None:
-        told = f'No evidence maps: {html.escape(maps.obstacle)}.'
+        explanation = f'No evidence maps: {html.escape(maps.obstacle)}.'
     else:
-        told = (
+        explanation = (
             'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
             'their sum plus the bias is the logit. The two maps of an image share one scale. The map of average '
             'pooling is that of the same network with average pooling in place of the pool.'
@@ -183,7 +183,7 @@ th, td {{ padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #ddd; font-v
 <table>{weights}</table>
 <p>The first map shows the weight of each place in the average, itself averaged over the features by the size of the
 pooled feature. 1 is the weight under average pooling; orange is more, purple is less, on one scale in all pictures.
-{told} {drawn}</p>
+{explanation} {drawn}</p>
 {''.join(sections)}
 </body></html>
 """
