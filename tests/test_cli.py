@@ -196,7 +196,7 @@ def test_images_are_evenly_spread_and_labels_told_apart(place, tmp_path):
     assert len(ImageFiles(place / 'images', None, limit=100)) == 9
     images = shutil.copytree(place / 'images', tmp_path / 'images')
     shutil.copy(images / 'ant' / '0.png', images / '0.png')
-    assert 'beside its class folders' in ImageFiles(images, None).why_no_labels(3)
+    assert 'outside its class folders' in ImageFiles(images, None).why_no_labels(3)
 
 
 def test_a_broken_image_is_named(place, saved, tmp_path, capsys):
