@@ -39,6 +39,7 @@ from tqdm import tqdm
 
 import rotp_vision
 from rotp_vision.evaluation import Places, counted_places, places_sentence
+from rotp_vision.files import write_atomically
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
 from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
@@ -48,7 +49,6 @@ from rotp_vision.training.checkpoint import (
     clear_leftovers,
     find_checkpoint,
     save_checkpoint,
-    write_atomically,
 )
 from rotp_vision.training.config import (
     PoolStageConfig,
@@ -87,17 +87,17 @@ from rotp_vision.training.run import Run, fail, fail_once, fail_together, is_fir
 from rotp_vision.training.sources import Source, StreamSource, data_changes, inventory, open_sources
 
 Rates = dict[str, float | None]
-DRY_STEPS = 4  # of each stage; the first warms up and is not timed
+DRY_STEPS = 4  # per stage in a dry run; the first warms up and is not timed
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    # Configuration. Whatever can be wrong with it, the data or the checkpoint is found before any GPU is touched; of
-    # several processes, which must first find each other to say together what is wrong, before the model is made.
+    # Configuration. Errors in it, the data or the checkpoint are found before a GPU is used. Several processes have to
+    # connect first, to report them once, so they end before the model is built.
     config = parse_config(args)
-    only_looking = config.dry_run or config.evaluate is not None
+    writes_nothing = config.dry_run or config.evaluate is not None
     found, problem = None, None
     try:
-        found = open_inputs(config, only_looking)
+        found = open_inputs(config, writes_nothing)
     except (ValueError, OSError) as error:
         problem = error
         if num_launched() == 1:
@@ -111,9 +111,9 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         accelerator = Accelerator(
             mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
-            log_with=None if only_looking else [*config.trackers] or None,
+            log_with=None if writes_nothing else [*config.trackers] or None,
             project_dir=config.output,
-            # Our own, told outright: a variable of the environment would divide the gradients once more.
+            # This script accumulates gradients itself. Without this an environment variable could scale them again.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         check_launch(accelerator)
@@ -150,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
     fail_together(host, problem)
 
-    # Model, on every process from the same seed
+    # Model, initialized from the same seed on every process
     seed_all(config.seed)
     made = None
     with accelerator.main_process_first():
@@ -166,7 +166,7 @@ def main(args: Sequence[str] | None = None) -> None:
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
     progress.data = data
 
-    # An evaluation has nothing to save: a signal ends it.
+    # An evaluation has nothing to save, so a signal ends it at once.
     with contextlib.nullcontext([]) if config.evaluate is not None else stop_signals() as stop:
         run = Run(
             config=config,
@@ -192,14 +192,14 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def open_inputs(
-    config: RunConfig, only_looking: bool
+    config: RunConfig, writes_nothing: bool
 ) -> tuple[Source | StreamSource, Source | StreamSource, Checkpoint | None, list[str]]:
-    """The data, and the checkpoint to go on from with warnings about others; ValueError or OSError if any is wrong."""
+    """The data, the checkpoint to continue from and warnings about damaged ones; raises ValueError or OSError."""
     train, val = open_sources(config.data, config.seed)
     check_beginning(config)
     if config.evaluate is None:
         steps_per_epoch(len(train), config.global_batch_size)
-    if only_looking:
+    if writes_nothing:
         return train, val, None, []
     check_trackers(config.trackers)
     if Path(config.output).is_dir() and is_first_process():
@@ -210,7 +210,7 @@ def open_inputs(
 def make_model(
     config: RunConfig, num_classes: int, processes: int, notify: Callable[[str], object]
 ) -> tuple[nn.Module, Transform, Transform]:
-    """The model, and what it has done to images in training and in evaluation; `notify` is told of what starts anew."""
+    """The model and its transforms for training and evaluation; `notify` is called if its classifier is new."""
     for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
         size = split_batch(config.global_batch_size, processes, stage.accumulation)
         if (stage.mixup or stage.cutmix) and size % 2:
@@ -225,7 +225,7 @@ def make_model(
 
 
 def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> None:
-    """Whatever of the two stages is still to be done, then the report."""
+    """Run what remains of the two stages, then report."""
     config, progress = run.config, run.progress
     if run.main and not config.dry_run:
         try:
@@ -253,24 +253,24 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
         model = train_stage(run, convert_model(model, config.pool, progress.pools), 2, checkpoint)
     if config.dry_run:
         return
-    told = None
+    note = None
     if progress.stage == 2:
-        # From the images themselves, whatever the epochs were evaluated from.
+        # From the images, even if epochs were evaluated from cached maps.
         with counted_places(model) as places:
             progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
-        told = tell_places(run, places)
+        note = describe_places(run, places)
     if run.main:
-        finish(run, model, told)
+        finish(run, model, note)
     run.host.wait()
 
 
 def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint | None) -> nn.Module:
-    """Trains one stage from its start or from a checkpoint of it; returns the model with the weights to go on with."""
+    """Train one stage from its start or from a checkpoint; returns the model with its final weights."""
     config, accelerator, progress, host = run.config, run.accelerator, run.progress, run.host
     settings = config.stage1 if stage == 1 else config.stage2
     steps = steps_per_epoch(len(run.train), config.global_batch_size)
 
-    # Model. Its frozen part neither moves its statistics nor takes part in the backward pass.
+    # Model. The frozen part neither updates batch statistics nor takes part in the backward pass.
     if stage == 2:
         rotp_vision.freeze(model, config.stage2.train)
     if config.sync_batchnorm and accelerator.num_processes > 1:
@@ -280,7 +280,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     run.place(model)
     show_stage(run, model, stage, settings, steps)
 
-    # What is called: the model, or from the cache on.
+    # Feature maps, if the frozen part is computed once.
     maps = None
     if stage == 2 and config.stage2.cache_features and not config.dry_run:
         try:
@@ -299,14 +299,14 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     optimizer = make_optimizer(model, settings)
     scheduler = make_scheduler(optimizer, settings, steps)
     mixup = make_mixup(settings, len(run.train.classes))
-    smoothing = 0.0 if mixup else settings.label_smoothing  # Mixup smooths by itself
+    smoothing = 0.0 if mixup else settings.label_smoothing  # Mixup smooths the labels itself
     if checkpoint is not None:
         optimizer.load_state_dict(checkpoint.state['optimizer'])
         if ema is not None:
             ema.module.load_state_dict(checkpoint.state['ema'])
 
-    # DDP must see the whole of what is called: gradients of a part called by itself would stay unsynchronised without
-    # an error.
+    # DDP must wrap the module whose forward is called: gradients of a submodule that is called directly are not
+    # synchronised, without any error.
     wrapped, optimizer = accelerator.prepare(PoolAndClassifier(model) if maps else model, optimizer)
     if config.compile:
         wrapped.compile()
@@ -316,7 +316,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         restore_generators(run, checkpoint)
 
     def save() -> None:
-        """A checkpoint of this very point. The main process writes it; all learn whether that worked."""
+        """Save a checkpoint. The main process writes it; all processes end if that fails."""
         generators = host.gather(random_state())
         problem = None
         if run.main:
@@ -338,8 +338,8 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         logs.weights(averaged, 0)
     buffers = KeptBuffers(model)
     watch = LossWatch(accelerator.device)
-    offset = config.stage1.epochs * steps if stage == 2 else 0  # of the trackers' axis
-    saved = time.monotonic()  # when the last checkpoint was
+    offset = config.stage1.epochs * steps if stage == 2 else 0  # of the steps that trackers see
+    saved = time.monotonic()  # time of the last checkpoint
 
     for epoch in range(progress.epoch, settings.epochs):
         wrapped.train()
@@ -376,7 +376,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                         watch.record(loss)
                     accelerator.backward(part)
 
-            # All processes agree on what happened before any of them moves a weight.
+            # All processes agree on what happened before any of them updates a weight.
             value = watch.read()
             finite = math.isfinite(value)
             share = value / run.shard.processes if finite else 0.0
@@ -404,7 +404,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
             progress.step += 1
             progress.loss_sum += mean_loss
 
-            # What a person sees, and what no crash may take away
+            # Progress bar, logs and checkpoints
             elapsed = time.perf_counter() - started
             speed = (progress.step - first_step) * config.global_batch_size / elapsed
             bar.update()
@@ -456,7 +456,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
     if stage == 2 and config.stage2.train != 'pool':
-        # What else was trained would serve average pooling as well.
+        # Average pooling would profit from the other trained weights too.
         gain = average_gain(run, model, maps)
         if gain is not None:
             with simpler_pooling(model, 1.0, gain):
@@ -472,7 +472,7 @@ def validate(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str,
 
 
 def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> None:
-    """Rows of the table at the end: the pooling before it trains, and simpler ones in its place."""
+    """Evaluate the pooling before it trains, and simpler ones in its place, for the table at the end."""
     if not run.trained:
         return
     for title, (power, gain) in run.progress.simpler.items():
@@ -482,15 +482,15 @@ def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> N
     run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
 
 
-def tell_places(run: Run, places: Places) -> str | None:
-    """How far the plan is from uniform, by the images of all processes."""
+def describe_places(run: Run, places: Places) -> str | None:
+    """A sentence about how far the plan is from uniform, over the images of all processes."""
     used, count = run.host.sum(sum(float(some.sum()) for some in places.used), sum(map(len, places.used)))
     total = max(run.host.gather(places.total))
     return places_sentence(used / count, total) if count else None
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
-    """timm's optimizer. In stage 2 the parameters of ROT pools are groups of their own, marked `pooling`."""
+    """timm's optimizer. In stage 2 the parameters of ROT pools are in separate groups, marked `pooling`."""
     pools = rotp_vision.rot_pools(model)
     fixed = {f'{path}.{name}' for path, pool in pools.items() for name in pool.no_weight_decay()}
     fixed |= getattr(model, 'no_weight_decay', set)()
@@ -512,13 +512,13 @@ def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optim
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> Rates:
-    """As they are now, of the pooling and of all else; None for what is not trained."""
+    """Current learning rates of the pooling and of the rest; None for what is not trained."""
     rates = {group.get('pooling', False): group['lr'] for group in optimizer.param_groups}
     return {'lr': rates.get(False), 'pool_lr': rates.get(True)}
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: StageConfig, steps: int) -> Any:
-    """timm's schedule by updates. Accelerate does not prepare it: it would step it once per process."""
+    """timm's schedule by updates. It is not prepared by Accelerate, which would step it once per process."""
     flat_schedule = settings.schedule == 'constant'
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -544,13 +544,13 @@ def make_mixup(settings: StageConfig, num_classes: int) -> Mixup | None:
 def epoch_of_batches(
     run: Run, settings: StageConfig, stage: int, epoch: int, maps: FeatureCache | None
 ) -> Iterator[Batch]:
-    """This process's forward passes of an epoch from the step on that the run has come to."""
+    """Batches of the forward passes of this process in an epoch, from the current step on."""
     config = run.config
     place: dict[str, Any] = {
         'global_batch': config.global_batch_size,
         'accumulation': settings.accumulation,
         'shard': run.shard,
-        'seed': 2 * config.seed + stage - 1,  # the stages do not see the images in the same order
+        'seed': 2 * config.seed + stage - 1,  # the stages use different orders of the images
         'epoch': epoch,
         'start': run.progress.step,
     }
@@ -560,7 +560,7 @@ def epoch_of_batches(
 
 
 def restore_generators(run: Run, checkpoint: Checkpoint) -> None:
-    """Loss scaler and random generators as they were; for another number of processes, fresh generators."""
+    """Restore loss scaler and random generators; with another number of processes the generators are seeded anew."""
     if run.accelerator.scaler is not None:
         run.accelerator.scaler.load_state_dict(checkpoint.state['scaler'])
     states = checkpoint.state['random']
@@ -572,15 +572,15 @@ def restore_generators(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def unwrapped(run: Run, wrapped: nn.Module, model: nn.Module) -> nn.Module:
-    """`model` as it was before Accelerate wrapped it, and Accelerate without a memory of this stage."""
+    """The model without Accelerate's wrappers; Accelerate releases what it holds of this stage."""
     run.accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     run.accelerator.free_memory()
-    model._compiled_call_impl = None  # what `compile` left; the next stage has another graph
+    model._compiled_call_impl = None  # set by `compile`; the next stage has another graph
     return model
 
 
 def check_beginning(config: RunConfig) -> None:
-    """A part that stays frozen in a stage 2 by itself must be trained already."""
+    """Raise if stage 2 alone would keep untrained weights frozen."""
     if config.stage1.epochs or config.stage2.train == 'all' or config.evaluate is not None:
         return
     if not (config.model.pretrained or config.model.checkpoint):
@@ -591,7 +591,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_stages(config: RunConfig, model: nn.Module) -> None:
-    """What only stage 2 or an optimizer would stumble over, found before hours of stage 1: on a copy of the model."""
+    """Find errors of stage 2 and of the optimizers before stage 1 begins, on a copy of the model."""
     with torch.random.fork_rng(devices=[]):
         copied = copy.deepcopy(model)
         for stage, settings in ((1, config.stage1), (2, config.stage2)):
@@ -607,7 +607,7 @@ def check_stages(config: RunConfig, model: nn.Module) -> None:
             try:
                 make_optimizer(copied, settings)
             except (ValueError, TypeError, AssertionError) as error:
-                raise ValueError(f'stage{stage}.optimizer {settings.optimizer!r} cannot be made: {error}') from error
+                raise ValueError(f'stage{stage}.optimizer {settings.optimizer!r} cannot be created: {error}') from error
 
 
 def show_estimate(run: Run, seconds: float, steps: int) -> None:
@@ -648,7 +648,7 @@ def without_resume(args: Sequence[str]) -> list[str]:
 
 
 def leave(run: Run) -> NoReturn:
-    """Ends a run that a signal stopped, with everything saved."""
+    """End a run that a signal stopped, after its checkpoint was saved."""
     cause = next(name for names in run.host.gather(run.stop) for name in names)
     run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
     run.console.print(f'  python {shlex.join(without_resume(sys.argv))} --resume auto', soft_wrap=True, markup=False)

@@ -35,6 +35,7 @@ from benchmarks.evidence_poolings import (
 )
 from benchmarks.paper import Results, renew_page
 from benchmarks.real_data import NETWORKS, Network, add_data_arguments, build, maps_of
+from rotp_vision.files import replacing
 
 # What every pooling is tested against; the page shows the first three, the CSV all.
 REFERENCES = (AVERAGE, AVERAGE_GAIN, GEM_GAIN, 'GeM p = 1.5, gain', 'Sinkhorn rms, gain')
@@ -62,9 +63,8 @@ def outcomes_of(network: Network, args: argparse.Namespace, recipe: Recipe) -> d
             pool = POOLINGS[name](maps.shape[1])
             fit(pool, classifier, maps, labels, to_fit, recipe, seed)
             outcome = judge(pool, classifier, maps, labels, to_judge)
-            partial = path.with_suffix('.partial')
-            torch.save({'outcome': tuple(outcome), 'weights': weights_of(pool)}, partial)
-            partial.replace(path)
+            with replacing(path) as temporary:
+                torch.save({'outcome': tuple(outcome), 'weights': weights_of(pool)}, temporary)
             print(
                 f'{network.name}, seed {seed}, {name}: cross-entropy {outcome.loss.mean():.4f}, '
                 f'top-1 {100 * outcome.top1.mean():.2f}; {weights_of(pool)}',

@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks import paper_analyses, paper_figures
-from benchmarks.tables import Row, pivot, to_csv, to_markdown, write_text
+from benchmarks.tables import Row, pivot, to_csv, to_markdown
+from rotp_vision.files import write_atomically
 
 ANALYSES = ('convergence', 'stability', 'precision', 'runtime', 'differences')
 EXPONENTS = range(-5, 5)
@@ -37,8 +38,8 @@ class Results:
         """`rows` as name.csv, and as name.md: as they are, or arranged as the tables name_suffix in `readable`."""
         arranged = {f'{name}_{suffix}': table for suffix, table in readable.items()} or {name: rows}
         tables = {key: to_markdown(table) for key, table in arranged.items()}
-        write_text(self.output / f'{name}.csv', to_csv(rows))
-        write_text(self.output / f'{name}.md', '\n'.join(tables.values()))
+        write_atomically(self.output / f'{name}.csv', to_csv(rows))
+        write_atomically(self.output / f'{name}.md', '\n'.join(tables.values()))
         self.tables |= tables
 
     def figure(self, name: str, figure: Figure):
@@ -131,7 +132,7 @@ def renew_page(page: Path, results: Results, prefix: str = 'paper'):
         )
         if count != 1:
             raise ValueError(f'{page} must have one place for the table {name}, got {count}')
-    write_text(page, text)
+    write_atomically(page, text)
     figures = page.parent / 'figures'
     figures.mkdir(exist_ok=True)
     for path in results.figures:

@@ -24,8 +24,9 @@ import torch
 from timm.layers import AttentionPool2d, LsePlus2d, SimPool2d
 from torch import Tensor, nn
 
-from benchmarks.tables import to_csv, to_markdown, write_text
+from benchmarks.tables import to_csv, to_markdown
 from rotp_vision.core import Solver, StepWeights, rot_pool, rot_problem
+from rotp_vision.files import write_atomically
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
 
 matplotlib.use('Agg')
@@ -358,8 +359,8 @@ def main() -> None:
         parts.append('## Growth when features do, from normal ones, × time\n\n' + to_markdown(spread_rows(timing)))
 
     args.output.mkdir(parents=True, exist_ok=True)
-    write_text(args.output / 'speed.csv', to_csv(rows))
-    write_text(args.output / 'speed.md', '\n\n'.join(parts) + '\n')
+    write_atomically(args.output / 'speed.csv', to_csv(rows))
+    write_atomically(args.output / 'speed.md', '\n\n'.join(parts) + '\n')
     plot(rows, args.output / 'speed.png')
     print('\n\n'.join(parts))
 

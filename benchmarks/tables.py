@@ -2,9 +2,7 @@
 
 import csv
 import io
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -35,13 +33,6 @@ def to_csv(rows: Sequence[Row]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def write_text(path: Path, text: str):
-    """`text` into `path`, all of it or nothing."""
-    partial = path.with_name(f'.{path.name}.{os.getpid()}')
-    partial.write_text(text, 'utf-8')
-    partial.replace(path)
 
 
 def _readable(value: Any) -> str:

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource
 
 from rotp_vision.core.triton import badmm, local_badmm, local_sinkhorn, sinkhorn, windows
 from rotp_vision.core.triton.tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
+from rotp_vision.files import write_atomically
 
 TARGETS = {
     'sm_80': GPUTarget('cuda', 80, 32),
@@ -217,9 +218,7 @@ def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, 
     ]
     for (name, tile), used in most.items():
         lines.append(f'| {name} | {tile} | {" | ".join(", ".join(map(str, used[target])) for target in targets)} |')
-    partial = path.with_suffix('.partial')
-    partial.write_text('\n'.join([*lines, '', *traffic()]) + '\n')
-    partial.replace(path)
+    write_atomically(path, '\n'.join([*lines, '', *traffic()]) + '\n')
 
 
 if __name__ == '__main__':

@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
     _add_source(command)
-    command.add_argument('--random-weights', action='store_true', help='convert a network that nobody has trained')
+    command.add_argument('--random-weights', action='store_true', help='convert a network with random weights')
     command.add_argument(
         '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
@@ -62,17 +62,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
-    command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what decides when calibrating')
-    command.add_argument('--image-size', type=int, help='side of the images to calibrate at, where not the default')
+    command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
+    command.add_argument('--image-size', type=int, help='side of the images for calibration, if not the default')
     command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
     command.set_defaults(run=_convert)
 
-    command = commands.add_parser('inspect', help='show what pools a network has, and what their weights are')
+    command = commands.add_parser('inspect', help='list the pools of a network, and their weights')
     _add_source(command)
     command.set_defaults(run=_inspect)
 
-    command = commands.add_parser('revert', help='give back the native network of a converted one')
+    command = commands.add_parser('revert', help='restore the native network of a converted one')
     command.add_argument('--model', required=True, help='directory that `convert` wrote')
     command.add_argument('--output', required=True, help='file to write (.safetensors)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
@@ -87,10 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_loading(command)
     command.set_defaults(run=_verify)
 
-    command = commands.add_parser('visualize', help='draw where the pooling looks, and what speaks for a class')
+    command = commands.add_parser('visualize', help='draw the weight of each place, and what it contributes to a class')
     command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
     command.add_argument('--images', required=True, nargs='+', help='image files, or folders of them')
-    command.add_argument('--class-index', type=int, help='the class that evidence is for; by default the predicted one')
+    command.add_argument(
+        '--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one'
+    )
     command.add_argument('--limit', type=int, default=16, help='draw only so many images of each folder')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
@@ -107,7 +109,7 @@ def _add_source(command: argparse.ArgumentParser):
     )
     command.add_argument('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
     command.add_argument('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
-    command.add_argument('--num-classes', type=int, help='classes of the network, where not the default')
+    command.add_argument('--num-classes', type=int, help='number of classes, if not the default')
 
 
 def _add_loading(command: argparse.ArgumentParser):
@@ -185,7 +187,7 @@ def _convert(args: argparse.Namespace):
     print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
 
 
-# What JSON and YAML write otherwise than Python.
+# Constants that JSON and YAML spell differently from Python.
 _WORDS = {'true': True, 'false': False, 'null': None}
 
 
@@ -229,7 +231,7 @@ def _revert(args: argparse.Namespace):
 
 
 def _transform(model: nn.Module, image_size: int | None = None) -> Any:
-    """How the model wants to see images, at another size if there is one."""
+    """The evaluation transform of the model, at another image size if one is given."""
     return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
 
 
@@ -282,7 +284,7 @@ def _visualize(args: argparse.Namespace):
         found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
         total += len(ImageFiles(name, None)) if name.is_dir() else 1
         files += found
-        # Files of class folders often have the same names: their folders tell them apart.
+        # Files in different class folders may share a name, so titles include the folder.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
     model = load_pretrained(args.model)
     for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):

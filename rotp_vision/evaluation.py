@@ -1,4 +1,8 @@
-"""Comparing two networks on a folder of images, and a pooling with average pooling."""
+"""Comparing a converted network with the original on a folder of images.
+
+`compare` runs both networks on the same images and compares their predictions, logits, losses and accuracies; it adds
+the score of average pooling with a fitted gain, and how many places the plan of the ROT pool uses.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,12 +28,12 @@ from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, set
 
 
 class ImageFiles(Dataset):
-    """The images of a folder, labelled where they lie in one folder per class.
+    """The images of a folder; those in class folders are labelled.
 
     Args:
         root: the folder.
-        transform: from an image to a tensor; None for its bytes as they are.
-        limit: use only so many images, evenly spread.
+        transform: from an image to a tensor; None for its pixels as uint8.
+        limit: use at most this many images, evenly spread.
     """
 
     def __init__(self, root: str | Path, transform: Callable[[Image.Image], Any] | None, limit: int | None = None):
@@ -49,35 +53,34 @@ class ImageFiles(Dataset):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """The image, and the index of its class folder (-1 where there is none)."""
+        """The image, and the index of its class folder (-1 if it is in none)."""
         path = self.files[index]
         tensor = (self.transform or pil_to_tensor)(open_image(path))
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1
 
     def why_no_labels(self, num_classes: int) -> str:
-        """Why the folders cannot be the classes of a network of so many; empty if they can."""
+        """Why the class folders cannot be the classes of a network with `num_classes`; empty if they can."""
         if not self.classes:
             return f'{self.root} has no class folders'
-        beside = sum(path.parent == self.root for path in self.files)
-        if beside:
-            return f'{self.root} has {beside} images beside its class folders'
+        outside = sum(path.parent == self.root for path in self.files)
+        if outside:
+            return f'{self.root} has {outside} images outside its class folders'
         if len(self.classes) != num_classes:
             return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
         return ''
 
 
 class Score(NamedTuple):
-    """How a network does on labelled images; accuracies as shares."""
+    """Mean cross-entropy and accuracies, between 0 and 1, of a network on labelled images."""
 
     loss: float
     top1: float
     top5: float | None
 
 
-class _Told(Dataset):
-    """Samples of a dataset; one that cannot be read is told as it is, where an error would come from a data worker with
-    its traceback."""
+class _SamplesOrErrors(Dataset):
+    """Samples of a dataset; an unreadable image is returned as the error, which a data worker would wrap if raised."""
 
     def __init__(self, dataset: ImageFiles):
         self.dataset = dataset
@@ -98,24 +101,24 @@ def _collate(samples: list[Any]) -> Any:
 
 def image_batches(images: ImageFiles, batch_size: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of images and labels in the order of their names; UnreadableImage at the first that cannot be read."""
-    for batch in DataLoader(_Told(images), batch_size, num_workers=workers, collate_fn=_collate):
+    for batch in DataLoader(_SamplesOrErrors(images), batch_size, num_workers=workers, collate_fn=_collate):
         if isinstance(batch, UnreadableImage):
             raise batch
         yield batch
 
 
 class Comparison(NamedTuple):
-    """Two networks on the same images."""
+    """How a converted network differs from the original on the same images."""
 
     num_images: int
-    original: Score | None  # None without labels, as the next two
+    original: Score | None  # None without labels, and so are the next two
     average_gain: Score | None  # average pooling with a gain fitted on the other half of the images
     converted: Score | None
-    agreement: float
-    largest_difference: float
-    gain: float | None  # that the logits of the converted network are scaled by, if its head is linear
-    beyond_gain: float | None  # largest difference of its logits to those of the original scaled alike
-    places: str  # how far the plan is from uniform, in words
+    agreement: float  # share of the images for which both predict the same class
+    largest_difference: float  # between a logit of one and of the other
+    gain: float | None  # the gain of the ROT pool, if it scales the logits because the head is affine
+    beyond_gain: float | None  # the largest difference once the original's logits are scaled by that gain too
+    places: str  # a sentence about how far the plan is from uniform
 
 
 def compare(
@@ -126,7 +129,16 @@ def compare(
     device: torch.device | str = 'cpu',
     total: int | None = None,
 ) -> Comparison:
-    """Both networks, in eval mode, on every image of the loader, of `total` batches if that is known."""
+    """Compare a converted network with the original, both in eval mode, on every image of a loader.
+
+    Args:
+        original: the native network.
+        converted: the network with ROT pools; it must have the same classes.
+        loader: batches of images and labels.
+        labelled: whether the labels are class indices; losses and accuracies are computed only then.
+        device: where the networks run; they are moved there.
+        total: number of batches, if known, for the progress bar.
+    """
     networks = [original.to(device).eval(), converted.to(device).eval()]
     batches = iter(loader)
     first = next(batches)
@@ -163,13 +175,13 @@ def compare(
                 judged = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
                 average_gain = Score(float(judged.loss.mean()), float(judged.right.mean()), None)
     old, new = (Score(*row) if labelled else None for row in (sums / count).tolist())
-    told = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
+    sentence = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
     share = agreed / count
-    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, told)
+    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, sentence)
 
 
 def _head(model: nn.Module, images: Tensor) -> Head | None:
-    """What follows the global ROT pool of a model, if it has one and the outputs depend on it alone."""
+    """The head after the global ROT pool of a model; None without one, or if the logits depend on more than it."""
     try:
         _, pool = find_global_pool(model)
         return Head(model, pool, collect(model, pool, [(images, torch.zeros(len(images), dtype=torch.long))], CHUNK))
@@ -184,16 +196,16 @@ def _scalar_gain(pool: ROTPool) -> float | None:
 
 @torch.no_grad()
 def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
-    """(B,) places that the plan uses of each image's N: N for average pooling, 1 where one place has all weight.
+    """(B,) effective number of places that the plan uses: N for average pooling, 1 if one place has all the weight.
 
         Σ_d c_d exp(H(w_d)),   w_d = softmax_n(log P_dn),   c_d = |f_d| / Σ_d |f_d|
 
-    The exponential of the entropy of the weights that a feature is averaged with, over the features by what they
-    contribute.
+    This is the exponential of the entropy of the weights of each feature, averaged over the features in proportion to
+    the size of the pooled feature.
 
     Args:
-        pool: of maps or of tokens.
-        maps: what goes into it.
+        pool: a pool of maps or of tokens.
+        maps: its input.
     """
     if isinstance(pool, MapPool):
         sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
@@ -207,7 +219,7 @@ def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
 
 
 class Places:
-    """What was counted inside `counted_places`."""
+    """What `counted_places` has counted."""
 
     def __init__(self) -> None:
         self.used: list[Tensor] = []  # (B,) of each forward pass
@@ -216,7 +228,7 @@ class Places:
 
 @contextmanager
 def counted_places(model: nn.Module) -> Iterator[Places]:
-    """Counts the places that the global ROT pool uses in the forward passes inside; nothing without such a pool."""
+    """Count the places that the one global ROT pool uses in the forward passes within; none without such a pool."""
     places = Places()
 
     def count(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -238,8 +250,8 @@ def _feature_axis(pool: MapPool | ROTSetPool) -> int:
 
 
 def places_sentence(used: float, total: int) -> str:
-    """How far a plan is from uniform, in words."""
-    told = f'The plan uses {used:.3g} of {total} places'
+    """A sentence about how far a plan is from uniform."""
+    sentence = f'The plan uses {used:.3g} of {total} places'
     if used > 0.99 * total:
-        return f'{told}: the pooling is still average pooling.'
-    return f'{told}; average pooling uses all of them, max pooling one.'
+        return f'{sentence}: the pooling is still average pooling.'
+    return f'{sentence}; average pooling uses all of them, max pooling one.'

@@ -3,7 +3,6 @@
 import difflib
 import inspect
 import json
-import os
 import re
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
+from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
@@ -39,12 +39,13 @@ _PREPROCESSING = ('input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean'
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:
-    """A network by timm's name, or torchvision's behind 'torchvision:', without weights."""
+    """A network without weights by its name in timm, or in torchvision with the prefix 'torchvision:'."""
     if not name.startswith(TORCHVISION):
         if ':' not in name and not timm.is_model(name):
             near = ', '.join(difflib.get_close_matches(name.split('.')[0], timm.list_models(), 3)) or 'none'
             raise ValueError(
-                f'{name!r} is not a model of timm (near: {near}), nor a directory; torchvision: torchvision:NAME'
+                f'{name!r} is neither a model of timm (close matches: {near}) nor a directory; models of torchvision '
+                'are called torchvision:NAME'
             )
         return timm.create_model(name, **kwargs)
     known = torchvision.models.list_models(torchvision.models)
@@ -53,15 +54,16 @@ def build(name: str, **kwargs: Any) -> nn.Module:
     return torchvision.models.get_model(name.removeprefix(TORCHVISION), weights=None, **kwargs)
 
 
-# What timm's networks take by their entry points rather than their classes.
+# Arguments of timm's entry points that their model classes do not have.
 _OF_ENTRY_POINTS = {'bn_momentum', 'bn_eps', 'bn_tf', 'drop_connect_rate', 'use_naflex'}
-# What has a network read or fetch weights.
+# Arguments that make a network read or download weights.
 _OF_LOADING = {*inspect.signature(timm.create_model).parameters, 'weights', 'weights_backbone', 'progress'}
 
 
 def refuse_foreign(name: str, arguments: Mapping[str, Any]):
-    """ValueError unless a description that came with weights is of a network by a name known here, and made with
-    arguments of its own: others could fetch something, or read another file.
+    """Raise a ValueError unless a config names a network of timm or torchvision and passes only its own arguments.
+
+    A config comes with weights from anywhere; other arguments could make it download something or read another file.
     """
     try:
         if name.startswith(TORCHVISION):
@@ -71,7 +73,7 @@ def refuse_foreign(name: str, arguments: Mapping[str, Any]):
     except (ValueError, KeyError, AttributeError, RuntimeError):
         builder = None
     if builder is None:
-        raise ValueError(f'the network of a description must be known to timm or torchvision by name, got {name!r}')
+        raise ValueError(f'config.json must name a network of timm or torchvision, got {name!r}')
     module = sys.modules[builder.__module__]
     classes = [
         value
@@ -81,14 +83,14 @@ def refuse_foreign(name: str, arguments: Mapping[str, Any]):
     known = {argument for cls in classes for argument in inspect.signature(cls.__init__).parameters}
     foreign = sorted(set(arguments) - (known | _OF_ENTRY_POINTS) | set(arguments) & _OF_LOADING)
     if foreign:
-        raise ValueError(f'the description of {name} has arguments that are not of a network: {", ".join(foreign)}')
+        raise ValueError(f'config.json has arguments that the network {name} does not take: {", ".join(foreign)}')
 
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     """The weights in a checkpoint file: safetensors, or a pickle that holds nothing but tensors and plain values.
 
-    Reads .pth and .pth.tar with `state_dict`, `model` or `state_dict_ema` inside (EMA weights go first, as in timm),
-    and takes off the prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`).
+    It reads .pth and .pth.tar with `state_dict`, `model` or `state_dict_ema` inside (EMA weights first, as in timm),
+    and removes the prefixes of DDP (`module.`) and torch.compile (`_orig_mod.`).
 
     Example:
         >>> import tempfile, torch, rotp_vision
@@ -104,26 +106,26 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     except RuntimeError as error:
         reason = str(error).split(' No automatic')[0]
         raise ValueError(
-            f'{path} is not read, because it holds more than weights and could run code on loading ({reason}). '
-            'Save its state dict alone, best as safetensors, where you trust it'
+            f'{path} is refused because it holds more than weights and could run code on loading ({reason}). If you '
+            'trust it, save its state dict alone, preferably as safetensors'
         ) from error
     except Exception as error:
         raise ValueError(f'{path} is not a checkpoint file that can be read: {error}') from error
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError(
-            f'{path} holds no state dict: expected tensors by name, or them under state_dict, model or state_dict_ema'
+            f'{path} holds no state dict: expected tensors by name, or these under state_dict, model or state_dict_ema'
         )
     return state
 
 
 def fit_weights(model: nn.Module, state: Mapping[str, torch.Tensor], what: str, cure: str):
-    """Load weights into a network; what does not fit is said in a few lines.
+    """Load weights into a network; if they do not fit, a ValueError lists the first mismatches.
 
     Args:
         model: the network.
         state: its weights by name.
         what: the beginning of the message: '… does not fit …'.
-        cure: the end of the message.
+        cure: the end of the message, which says what to do.
     """
     try:
         model.load_state_dict(state)
@@ -135,9 +137,9 @@ def fit_weights(model: nn.Module, state: Mapping[str, torch.Tensor], what: str, 
 def with_new_classifier(
     model: nn.Module, state: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int | None]:
-    """The weights with the network's own classifier where theirs is of another number of classes, and that number.
+    """The weights, with the network's own classifier if theirs has another number of classes, and that number.
 
-    The number is None where the classifier fits, or where the weights have none that can be told.
+    The number is None if the classifier fits or the weights have none that can be recognized.
     """
     state, found = dict(state), None
     heads = {id(module) for module in classifiers(model)}
@@ -153,7 +155,7 @@ def with_new_classifier(
 
 
 def _of_other_classes(mine: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Whether a classifier's weight is the same but for the number of classes."""
+    """Whether two classifier weights differ in shape by the number of classes alone."""
     return other is not None and len(mine) != len(other) and mine.shape[1:] == other.shape[1:]
 
 
@@ -165,24 +167,24 @@ def save_pretrained(
     model_args: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a converted model as `model.safetensors` and `config.json`, from which one line makes it again.
+    """Write a converted model as `model.safetensors` and `config.json`, from which one line loads it.
 
         model = timm.create_model('local-dir:directory', pretrained=True)      # after import rotp_vision
         model = rotp_vision.load_pretrained('directory')                       # the same
 
-    The directory appears whole or not at all. First the network is made as `load_pretrained` will, without weights: a
-    warning tells of layers that differ (stride, dropout, …), which `model_args` mend.
+    The directory is written completely or not at all. Before that, the network is built as `load_pretrained` will
+    build it, without weights, and a warning names a layer that differs (stride, dropout, …); pass `model_args` then.
 
     Args:
-        model: a converted model, or one of ours.
-        directory: where to; must not exist unless `force`.
-        base: the name by which timm makes the native network, or torchvision behind 'torchvision:'. By default what
-            a timm model says itself.
-        model_args: what else `timm.create_model` was given for the native network (in_chans, …).
-        force: whether to replace these two files where the directory exists; others in it stay.
+        model: a converted model, or a `ROTPResNet`.
+        directory: the directory to write; it must not exist unless `force`.
+        base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'. By default the
+            architecture in the `pretrained_cfg` of a timm model.
+        model_args: further arguments that `timm.create_model` was given for the native network (in_chans, …).
+        force: whether to replace these two files if the directory exists; its other files stay.
 
     Raises:
-        ValueError: if the directory exists, or if the weights would not fit the network that is made of it.
+        ValueError: if the directory exists, or if the weights would not fit the network built from `config.json`.
 
     Example:
         >>> import tempfile, timm, rotp_vision
@@ -209,7 +211,7 @@ def save_pretrained(
         native_args.setdefault('in_chans', channels)
     if isinstance(model, ROTPResNet):
         architecture = base
-        # All of the options: what is left out would be filled in by those of the variant.
+        # All of the options, because the variant would fill in those that are left out.
         arguments = native_args | {
             name: asdict(pools[path].options)
             for name, path in (('rotp', 'global_pool'), ('rotp_stem', 'maxpool'))
@@ -233,10 +235,10 @@ def save_pretrained(
         if cfg and not base.startswith(TORCHVISION):
             save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
             written = json.loads((made / 'config.json').read_text())
-            # timm 1.0.31 adds what it records of a network, its pool's name too, which is not what makes this one.
+            # timm 1.0.31 adds arguments that it has recorded, the name of the pool among them, which do not apply.
             written['model_args'] = arguments
             if other_images:
-                # The weights are for as many channels: nothing is to be made of them that fits.
+                # The weights have this number of channels already, so timm must not adapt the first convolution.
                 written['pretrained_cfg']['first_conv'] = None
             (made / 'config.json').write_text(json.dumps(written, indent=2))
         else:
@@ -245,7 +247,8 @@ def save_pretrained(
             (made / 'config.json').write_text(json.dumps(config, indent=2))
         _compare_with_loaded(model, made)
         _write_weights(model, made / 'model.safetensors')
-        _sync(made / 'config.json')
+        for file in made.iterdir():
+            force_to_disk(file)
         old = Path(workplace) / 'old'
         if target.exists():
             target.rename(old)
@@ -257,27 +260,27 @@ def save_pretrained(
 
 
 def _compare_with_loaded(model: nn.Module, directory: Path):
-    """Refuse a network to which its weights would not come back, and warn of one that would come back as another."""
-    advice = 'give what create_model was given for it as model_args'
+    """Raise if the weights would not fit the network that is loaded, and warn if that one has other layers."""
+    advice = 'pass the arguments that it was created with as model_args'
     try:
         loaded = _built_without_weights(directory)
     except Exception as error:  # of the network's own making
         raise ValueError(
-            f'load_pretrained could not make this network again ({type(error).__name__}: {error}); {advice}'
+            f'load_pretrained could not build this network ({type(error).__name__}: {error}); {advice}'
         ) from error
     difference = _first_difference(_shapes(model), _shapes(loaded))
     if difference:
         raise ValueError(
-            f'load_pretrained would make another network than this one ({difference}); {advice}, or save the state '
-            'dict alone if it was changed since'
+            f'load_pretrained would build another network than this one ({difference}); {advice}, or save the state '
+            'dict alone if the network was changed since'
         )
     difference = _first_difference(_layers(model), _layers(loaded))
     if difference:
-        warnings.warn(f'load_pretrained will make another network ({difference}); {advice}', stacklevel=3)
+        warnings.warn(f'load_pretrained will build another network ({difference}); {advice}', stacklevel=3)
 
 
 def _built_without_weights(directory: Path) -> nn.Module:
-    """The network that the config in a directory makes; without memory, unless it reads values while it is made."""
+    """The network of a config, on the meta device unless it reads values while it is built."""
     name = f'local-dir:{directory}'
     with warnings.catch_warnings(), torch.random.fork_rng([]):
         warnings.simplefilter('ignore')
@@ -293,7 +296,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """What every module says of itself, but for ROT pools, which say what they have learned."""
+    """The representation of every module except ROT pools, whose representation shows learned values."""
     pools = tuple(rot_pools(model))
     said: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -301,7 +304,7 @@ def _layers(model: nn.Module) -> dict[str, str]:
             continue
         has_parts = any(True for _ in module.children())
         text = f'{type(module).__name__}({module.extra_repr()})' if has_parts else repr(module)
-        # Statistics over processes are those of one, once it is trained.
+        # In evaluation mode synchronized batch norm is batch norm.
         said[path] = re.sub(r'^Sync(BatchNorm|BatchNormAct)\(', r'\g<1>2d(', text)
     return said
 
@@ -310,43 +313,27 @@ def _first_difference(here: Mapping[str, Any], there: Mapping[str, Any]) -> str 
     for name in {**here, **there}:
         mine, other = here.get(name, 'nothing'), there.get(name, 'nothing')
         if mine != other:
-            return f'{name or "the network"} is {mine} here and {other} there'
+            return f'{name or "the network"} is {mine} here and would be {other} when loaded'
     return None
 
 
 def write_state_dict(model: nn.Module, path: str | Path, *, force: bool = False) -> Path:
-    """Write a model's weights to a safetensors file, which appears whole or not at all."""
+    """Write a model's weights to a safetensors file, completely or not at all."""
     target = Path(path)
     if target.suffix != '.safetensors':
         raise ValueError(f'the file must end in .safetensors, got {target.name}')
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another file, or overwrite it with force')
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
-        made = _write_weights(model, Path(workplace) / target.name)
-        made.replace(target)
+    with replacing(target) as temporary:
+        _write_weights(model, temporary)
     return target
 
 
-def _write_weights(model: nn.Module, path: Path) -> Path:
+def _write_weights(model: nn.Module, path: Path):
     tensors = {name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}
     save_file(tensors, path, metadata={'format': 'pt'})
     open_by_umask(path)
-    _sync(path)
-    return path
-
-
-def open_by_umask(path: Path):
-    """Lets others read a file as far as the umask does; safetensors makes it for its owner alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(0o666 & ~mask)
-
-
-def _sync(path: Path):
-    """Have the operating system put a file on the disk."""
-    with open(path, 'rb') as handle:
-        os.fsync(handle.fileno())
 
 
 def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
@@ -371,15 +358,15 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
     try:
         return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
     except SafetensorError as error:
-        raise ValueError(f'the weights in {directory} cannot be read, the file may not be whole: {error}') from error
+        raise ValueError(f'the weights in {directory} cannot be read, the file may be incomplete: {error}') from error
 
 
 def _refuse_pickle(directory: Path):
-    """Where there is no safetensors file, timm takes the first of any other kind."""
+    """Raise if there is no safetensors file, because timm would then load any other weights, pickles included."""
     if not (directory / 'model.safetensors').is_file():
         raise ValueError(
-            f'{directory} has no model.safetensors, and other weights in it are not read: convert what is trusted '
-            'with read_state_dict, or --checkpoint'
+            f'{directory} has no model.safetensors, and other weights in it are not loaded: if you trust them, read '
+            'them with read_state_dict or --checkpoint'
         )
 
 
@@ -393,18 +380,18 @@ def native_of(directory: str | Path) -> tuple[str | None, dict[str, Any]]:
 
 
 def num_classes_of(model: nn.Module) -> int:
-    """Classes of a model, by what it says or by its last linear layer."""
+    """Number of classes of a model: its `num_classes`, or the output features of its last linear layer."""
     num_classes = getattr(model, 'num_classes', None)
     if isinstance(num_classes, int):
         return num_classes
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not linear:
-        raise ValueError('the model has neither num_classes nor a linear layer to tell it')
+        raise ValueError('the model has neither num_classes nor a linear layer from which to infer it')
     return linear[-1].out_features
 
 
 def _with_versions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights with the versions of the modules that wrote them, which safetensors does not hold: those of now."""
+    """The weights with the version numbers of the model's modules, which safetensors does not store."""
     versioned = OrderedDict(state)
     versioned._metadata = model.state_dict()._metadata  # pyright: ignore[reportAttributeAccessIssue]
     return versioned
@@ -427,13 +414,13 @@ def rotp_converted(
     folded: Sequence[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
-    """Any network with converted pools: what `save_pretrained` names in config.json. By itself, a ResNet-18.
+    """Any network with converted pools, as `save_pretrained` describes it in config.json; by default a ResNet-18.
 
     Args:
         pretrained: whether to load the weights that `pretrained_cfg` points to.
-        base: the native network's name, as timm has it or torchvision behind 'torchvision:'.
-        base_args: what the native network is made with.
-        pools: options of each converted pool by its path; the default pooling before the classifier if None.
+        base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'.
+        base_args: arguments of the native network.
+        pools: options of each converted pool by its path; None for the default global pooling.
         folded: paths of the pools whose gain was folded.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
@@ -441,10 +428,10 @@ def rotp_converted(
     cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and cfg.source == 'local-dir':
         _refuse_pickle(Path(cfg.file or ''))
-    kwargs.pop('pretrained_model_args', None)  # of timm from 1.0.31 on: those of config.json, which are ours
+    kwargs.pop('pretrained_model_args', None)  # timm from 1.0.31 on passes those of config.json once more
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
-        # Without its global pool, or with another that is asked for, the network is the native one.
+        # Without its global pool, or with another one, the network is the native one.
         whole = rotp_converted(
             pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools, folded
         )
@@ -469,6 +456,6 @@ def rotp_converted(
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
-    # Its own network is what it is saved as again.
+    # So that saving it again names the native network.
     model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
     return model

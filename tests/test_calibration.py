@@ -1,6 +1,5 @@
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import timm
@@ -10,10 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
-from rotp_vision import PoolOptions, calibrate, convert, rot_pools
+from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
 from rotp_vision.calibration import Setting, _Curve, _Search
-
-DATA = Path(__file__).parents[2] / 'shared' / 'data'
 
 
 class Peaks(nn.Module):
@@ -261,8 +258,15 @@ def test_networks_of_other_images_and_with_more_in_their_head():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match='one global ROT pooling, got 0: convert it first'):
+    with pytest.raises(ValueError, match=r'one global ROT pool, got 0; rotp_vision.convert\(model\) makes one'):
         calibrate(timm.create_model('test_resnet'), [])
+    mixed = Peaks()
+    mixed.global_pool = MixedROTPool2d.mean_max()
+    with pytest.raises(ValueError, match=r'global_pool must be a single pooling .*, got MixedROTPool2d'):
+        calibrate(mixed, [])
+    mixed.pool = GlobalROTPool2d()
+    with pytest.raises(ValueError, match='must have one global ROT pool, got 2: global_pool, pool'):
+        calibrate(mixed, [])
     with pytest.raises(ValueError, match='loader must give at least one batch'):
         calibrate(convert(timm.create_model('test_resnet')), [])
 
@@ -271,7 +275,7 @@ def test_errors():
             return self.forward_head(x) + x[:, :, 0, 0]
 
     model = convert(Leaky(), example_input=torch.rand(2, 4, 8, 8))
-    with pytest.raises(ValueError, match='through the global pooling alone'):
+    with pytest.raises(ValueError, match='through the global pool alone'):
         calibrate(model, [peaks(8, 0)])
 
 
@@ -313,12 +317,11 @@ def test_labels_of_any_kind_of_integer(labels):
     assert calibrate(model, [(X, labels)], views=['rms']).average_gain.loss == expected
 
 
-@pytest.mark.skipif(not DATA.exists(), reason='needs the real images and weights of ../shared/data')
-def test_beats_average_pooling_on_real_images_not_used_for_it():
+def test_beats_average_pooling_on_real_images_not_used_for_it(real_data):
     """ResNet-18 on Tiny-ImageNet: calibrated on 250 images, judged on 250 others."""
     network = NETWORKS[2]
-    native = build(network, DATA)
-    rows = images_of(network, DATA, 500)[:500]
+    native = build(network, real_data)
+    rows = images_of(network, real_data, 500)[:500]
     x, y = torch.stack(rows['x']), torch.tensor(rows['y'])
     model = convert(copy.deepcopy(native))
     report = calibrate(model, [(x[:250], y[:250])])

@@ -140,7 +140,7 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
 @pytest.mark.parametrize(
     ('command', 'message'),
     [
-        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'near: test_resnet'),
+        (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'close matches: test_resnet'),
         (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
         (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
         (['convert', '--model', 'test_resnet', '--set', 'implicit=no', '--output', '{place}/new'],
@@ -196,7 +196,7 @@ def test_images_are_evenly_spread_and_labels_told_apart(place, tmp_path):
     assert len(ImageFiles(place / 'images', None, limit=100)) == 9
     images = shutil.copytree(place / 'images', tmp_path / 'images')
     shutil.copy(images / 'ant' / '0.png', images / '0.png')
-    assert 'beside its class folders' in ImageFiles(images, None).why_no_labels(3)
+    assert 'outside its class folders' in ImageFiles(images, None).why_no_labels(3)
 
 
 def test_a_broken_image_is_named(place, saved, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""What is said of a pooling beside average pooling."""
+"""What is reported about a pooling in comparison with average pooling."""
 
 import math
 

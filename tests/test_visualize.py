@@ -146,7 +146,7 @@ def test_model_is_left_as_it_was():
         (lambda: net(GlobalROTPool2d(), between=nn.LayerNorm(CHANNELS)), r'between \(LayerNorm\), fc \(Linear\)'),
         (lambda: net(GlobalROTPool2d(), between=nn.Linear(CHANNELS, CHANNELS)), r'between \(Linear\), fc \(Linear\)'),
         (lambda: net(GlobalROTPool2d(), classifier=nn.Identity()), 'no classifier follows'),
-        (lambda: net(GlobalROTPool2d(), last=torch.tanh), 'a function stands before or after fc'),
+        (lambda: net(GlobalROTPool2d(), last=torch.tanh), 'a function is applied before or after fc'),
     ],
     ids=['norm', 'hidden layer', 'no classifier', 'function'],
 )
@@ -157,17 +157,17 @@ def test_evidence_needs_a_classifier_directly_after_the_pool(make, message):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ValueError, match='model must have one global ROT pool, got none'):
+    with pytest.raises(ValueError, match=r'one global ROT pool, got 0; rotp_vision.convert\(model\) makes one'):
         pool_maps(net(nn.AdaptiveAvgPool2d(1)), images())
     with pytest.raises(ValueError, match=r'class_index must lie in 0 … 3, got 4'):
         evidence(pool_maps(net(GlobalROTPool2d()), images()), 4)
     pool = MixedROTPool2d([{'gain': 'scalar'}, 'sinkhorn'])
     pool.heads[0].set_weights(gain=3.0)
-    with pytest.raises(ValueError, match='not its features averaged under its plan'):
+    with pytest.raises(ValueError, match='must be the average of its features under its plan'):
         pool_maps(net(pool), images())
     model = net(ROTSetPool(), layout='NLC')
     model.conv = nn.Sequential(nn.Conv2d(3, CHANNELS, 1), nn.AdaptiveAvgPool2d((7, 1))).double()
-    with pytest.raises(ValueError, match='7 tokens are no grid over an image of 7 × 5'):
+    with pytest.raises(ValueError, match='7 tokens do not form a grid over an image of 7 × 5'):
         pool_maps(model, images(height=7, width=5))
     with pytest.raises(ValueError, match='images must name at least one'):
         visualize(net(GlobalROTPool2d()), [], tmp_path)

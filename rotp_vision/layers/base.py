@@ -12,11 +12,11 @@ from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior,
 
 
 class ROTPool(nn.Module):
-    """Pools sets with the plan of a regularized optimal transport problem whose weights are learned.
+    """Pooling of sets with the plan of a regularized optimal transport problem whose weights are learned.
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
-        num_features: D; needed only for what has a size: attention priors and a gain per channel.
+        num_features: D; needed only for attention priors and a gain per channel.
 
     Example:
         >>> import torch
@@ -30,8 +30,8 @@ class ROTPool(nn.Module):
         if num_features is not None:
             num_features = positive_integer('num_features', num_features)
         self.num_features = num_features
-        self.is_part = False  # of another pool, which then speaks for it where weights are loaded
-        self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the layers that read it
+        self.is_part = False  # whether it belongs to another pool, which then handles weights that a file lacks
+        self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the next layer
         self._make(pool_options(options))
 
     def _make(self, options: PoolOptions):
@@ -41,7 +41,7 @@ class ROTPool(nn.Module):
         self.options = options
         self.solver = options.to_solver()
         self.view: str = options.view
-        # The solver's fields once more, one by one: TorchScript does not take it whole.
+        # TorchScript does not take the solver as one object, so its fields are attributes too.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
         self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
         self.weights = ModuleWeights(options)
@@ -57,11 +57,11 @@ class ROTPool(nn.Module):
             self.gain = PositiveWeight(1.0, size)
 
     def set_options(self, options: PoolOptions | Mapping[str, Any] | str):
-        """Let the layer have other options from here on; their weights start anew, a prior of the same kind stays."""
+        """Change the options; the weights start anew, and a prior of the same kind is kept."""
         old, prior = self.options, self.prior
         like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
         for name in ('weights', 'prior', 'gain'):
-            delattr(self, name)  # so that they come in the order of a fresh layer, by which optimizers keep their state
+            delattr(self, name)  # so that they are registered in the order of a new layer, which optimizers rely on
         self._make(pool_options(options))
         self.to(like.device, like.dtype).train(self.training)
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
@@ -104,12 +104,12 @@ class ROTPool(nn.Module):
         return pooled
 
     def _without_masked(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`x` (B, D, N) with zeros where nothing is, as padding may hold anything, NaN included."""
-        # A prior reads it before the problem is made, which does the same.
+        """`x` (B, D, N) with masked samples set to zero, as padding may hold anything, NaN included."""
+        # `rot_problem` does the same, but a prior reads `x` before.
         return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
 
     def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
-        """(B, D, N) log plan of mass one of what `pool_sets` pools, -inf on masked samples."""
+        """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
         problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
         return solve(problem, self.weights(), self.solver)
 
@@ -123,14 +123,14 @@ class ROTPool(nn.Module):
         return known
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The learned scalars by name as they are now, detached: 'smoothness', 'step', …, 'norm_power', 'gain'."""
+        """The current values of the learned scalars by name, detached: 'smoothness', 'step', …, 'gain'."""
         return {
             name: (weight.power if isinstance(weight, NormPrior) else weight()).detach()
             for name, weight in self._weights_by_name().items()
         }
 
     def set_weights(self, **values: Tensor | float | Sequence[float]):
-        """Let weights be given values from here on, by the names of `named_weights`; all but norm_power positive."""
+        """Set weights by the names of `named_weights`; all values but that of norm_power must be positive."""
         known = self._weights_by_name()
         for name, value in values.items():
             if name not in known:
@@ -138,12 +138,12 @@ class ROTPool(nn.Module):
             known[name].set(value)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters that weight decay would pull off their meaning: all that `named_weights` lists."""
+        """Names of the parameters to exempt from weight decay: those behind `named_weights`."""
         return {name for name, _ in self.named_parameters() if name.endswith(('.beta', '.power'))}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # A file of the native network holds nothing of this layer: keep what is here. A file that holds only a part
-        # is reported as torch always does. (state_dict is torch's own copy, from which the children load next.)
+        # A file of the native network holds no keys of this layer, which then keeps its values. If it holds some, torch
+        # reports the missing ones. (state_dict is torch's own copy, from which the children load next.)
         if not self.is_part and not any(key.startswith(prefix) for key in state_dict):
             state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

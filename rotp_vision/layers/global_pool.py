@@ -10,7 +10,7 @@ from rotp_vision.layers.options import PoolOptions
 
 
 class MapPool(ROTPool):
-    """Reads feature maps of either format as sets, and speaks timm's pool protocol."""
+    """Base of pools of feature maps in either format; implements timm's pool protocol."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class MapPool(ROTPool):
         self.input_fmt = input_fmt
 
     def sets(self, x: Tensor) -> Tensor:
-        """The feature map as sets (B, D, N): a view of either memory format, not a copy."""
+        """The feature map as sets (B, D, N); a view, not a copy, in either memory format."""
         if x.dim() != 4:
             raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {list(x.shape)}')
         if self.input_fmt == 'NHWC':
@@ -44,7 +44,7 @@ class MapPool(ROTPool):
         return pooled[:, :, None, None]
 
     def feat_mult(self) -> int:
-        """How many times the input's channels the output has (timm's pool protocol)."""
+        """Ratio of output to input channels (timm's pool protocol)."""
         return 1
 
     def is_identity(self) -> bool:
@@ -65,7 +65,7 @@ class GlobalROTPool2d(MapPool):
         f_d = Σ_n x_dn P_dn / Σ_n P_dn,   P the plan of the image's own problem
 
     Args:
-        options: `PoolOptions`, a mapping of its fields, or a solver's name. The default is the paper's.
+        options: `PoolOptions`, a mapping of its fields, or a solver's name; None for the recommended pooling.
         num_features: channels; needed only for attention priors and a gain per channel.
         flatten: whether to drop the spatial axes of the output.
         input_fmt: 'NCHW' or 'NHWC'.

@@ -14,7 +14,7 @@ from rotp_vision.layers.options import PoolOptions, pool_options
 Options = PoolOptions | Mapping[str, Any] | str
 
 # The limits of Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness, which
-# outweighs any feature. Beyond these float32 tells no difference.
+# outweighs any feature. In float32 larger values give the same plan.
 _STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
 MEAN_POOL = PoolOptions.paper(
     'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
@@ -29,13 +29,13 @@ class MixedROTPool2d(MapPool):
 
         f = f_rot([f_rot(X; θ_1), …, f_rot(X; θ_M)]; θ_{M+1})
 
-    The fusing pooling sees a set of M samples, the heads, whose prior q0 = softmax(ω) is learned: one vector ω for
+    The fusing pooling pools a set of M samples, the heads, whose prior q0 = softmax(ω) is learned: one vector ω for
     all images, or, gated, a linear function of the image's mean feature. `MixedROTPool2d.mean_max()` is the paper's
     mixed mean-max pooling, `mean_max(gated=True, num_features=…)` its gated mean-max pooling.
 
     Args:
         heads: options of each head, at least two.
-        fusion: options of the fusing pooling. The default weighs heads by their prior alone.
+        fusion: options of the fusing pooling. By default the heads are weighted by their prior alone.
         num_features: channels; needed for a gate, attention priors and a gain per channel.
         gated: whether ω depends on the image.
         flatten, input_fmt: as in `GlobalROTPool2d`.
@@ -94,7 +94,7 @@ class MixedROTPool2d(MapPool):
         return (fusion.unsqueeze(3) + rows).logsumexp(2) - math.log(sets.shape[1])
 
     def _pool_heads(self, sets: Tensor) -> Tensor:
-        """(B, D, M) what each head makes of the sets."""
+        """(B, D, M) pooled features of each head."""
         return torch.stack([cast(ROTPool, head).pool_sets(sets) for head in self.heads], 2)
 
     def _head_logits(self, sets: Tensor) -> Tensor:
@@ -117,8 +117,8 @@ class ROTSetFusion(nn.Module):
         num_fused: D', the same for the pooling over the sets; None means D.
 
     Shapes:
-        Maps (B, M, C, H, W), or sets (B, M, N, D) with an optional mask (B, M, N), to (B, D'). A set without any
-        sample takes no part.
+        Maps (B, M, C, H, W), or sets (B, M, N, D) with an optional mask (B, M, N), to (B, D'). A set whose samples are
+        all masked is masked itself.
 
     Example:
         >>> import torch
@@ -158,7 +158,7 @@ class ROTSetFusion(nn.Module):
                 )
             present = mask.any(2)  # (B, M)
             sets = sets.masked_fill(~mask.unsqueeze(2), 0.0)
-            # An absent set is pooled as a set of zeros, which the pooling over sets then leaves out.
+            # A set without samples is pooled as a set of zeros and then masked in the pooling over sets.
             mask = (mask | ~present.unsqueeze(2)).flatten(0, 1)
         pooled = self.network(self.within.pool_sets(sets.flatten(0, 1), mask))  # (B M, D')
         return self.between.pool_sets(pooled.unflatten(0, (batch, num_sets)).transpose(1, 2), present)

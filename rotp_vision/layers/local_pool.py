@@ -11,27 +11,27 @@ from rotp_vision.core import Windows, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 
-# Window values that are pooled at a time. What a backward pass recomputes is a small multiple of it.
+# Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
 CHUNK_VALUES = 2**21
 
 
 class LocalROTPool2d(ROTPool):
     """ROT pooling of every window: a drop-in for `nn.MaxPool2d` and `nn.AvgPool2d`.
 
-    Each window is a set of kernel_size² samples with all channels as features. Padding is masked: it takes no mass.
+    Each window is a set of kernel_size² samples with all channels as features. Padding is masked.
     Windows are pooled in chunks of rows and recomputed in the backward pass, so that memory stays bounded.
     The backend 'triton' reads windows of at most 3×3 with uniform priors and up to 256 channels from the map itself;
-    it cuts out others as the other backends do.
+    other windows are copied out of the map, as by the other backends.
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
         num_features: channels; needed only for attention priors and a gain per channel.
         kernel_size, stride, padding, dilation, ceil_mode: as in `nn.MaxPool2d`.
         same: pad as TensorFlow does, so that the output has ceil(size / stride) rows and columns.
-        count_include_pad: as in `nn.AvgPool2d`: padding takes no mass, but counts as zeros in what is averaged.
+        count_include_pad: as in `nn.AvgPool2d`: padding is masked in the plan, but counts as zeros in the average.
 
     Shapes:
-        (B, C, H, W) to (B, C, H', W') with H', W' as `nn.MaxPool2d` has them; (C, H, W) without a batch.
+        (B, C, H, W) to (B, C, H', W') with H', W' as for `nn.MaxPool2d`, or (C, H, W) without a batch.
 
     Example:
         >>> import torch
@@ -106,8 +106,8 @@ class LocalROTPool2d(ROTPool):
         return pooled
 
     def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
-        """All windows, in chunks where they are many."""
-        # A traced graph has one chunk: its number may not depend on the batch, and memory is the compiler's business.
+        """Pool all windows, in chunks if there are many."""
+        # A traced graph has one chunk: the number of chunks must not depend on the batch size.
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, inside, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
@@ -125,7 +125,7 @@ class LocalROTPool2d(ROTPool):
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
     def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
-        """`_pool_rows` that keeps no windows for its backward pass, which cuts them out of the map again."""
+        """`_pool_rows` that saves no windows for its backward pass, which copies them out of the map again."""
         made: dict[str, Tensor] = {}
         source = padded.detach()
 
@@ -160,7 +160,7 @@ class LocalROTPool2d(ROTPool):
         """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
         (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
         stride_h, stride_w = self.stride
-        # Only the rows in question, so that the gradient of each tap is no larger than the chunk.
+        # Only the rows of the chunk, so that the gradient of each tap is no larger than the chunk.
         begin, end = first * stride_h, (last - 1) * stride_h + dilation_h * (kernel_h - 1) + 1
         part = padded[:, :, begin:end].permute(0, 2, 3, 1)
         reach_h, reach_w = (last - first - 1) * stride_h + 1, (columns - 1) * stride_w + 1
@@ -176,7 +176,7 @@ class LocalROTPool2d(ROTPool):
         return windows.flatten(0, 2).mT, mask
 
     def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
-        """How many windows lie along an axis, as torch's pooling counts them, and the padding before and after."""
+        """Number of windows along an axis, as in torch's pooling, and the padding before and after."""
         stride, before = self.stride[axis], self.padding[axis]
         reach = self.dilation[axis] * (self.kernel_size[axis] - 1) + 1
         if self.same:
@@ -196,7 +196,7 @@ class LocalROTPool2d(ROTPool):
         return windows, before, max((windows - 1) * stride + reach - size - before, 0)
 
     def _fits(self, size: int, axis: int, windows: int, before: int) -> bool:
-        """Whether every window has a tap inside the map; the outermost windows are the ones that might not."""
+        """Whether every window has a tap inside the map; only the outermost ones may have none."""
         for window in (0, windows - 1):
             found = False
             for tap in range(self.kernel_size[axis]):
@@ -206,7 +206,7 @@ class LocalROTPool2d(ROTPool):
         return True
 
     def _taps(self, x: Tensor, axis: int, windows: int, before: int) -> Tensor:
-        """(windows, taps) positions in the map, some before it or after it."""
+        """(windows, taps) positions in the map; those in the padding lie outside."""
         start = torch.arange(windows, device=x.device) * self.stride[axis] - before
         return start[:, None] + torch.arange(self.kernel_size[axis], device=x.device) * self.dilation[axis]
 

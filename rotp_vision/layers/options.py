@@ -1,4 +1,4 @@
-"""What a pooling layer is made of: one frozen object for layers, models, surgery, YAML and JSON."""
+"""Options of a pooling layer: one frozen object for layers, models, surgery, YAML and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,10 +16,10 @@ Learn = Literal['per-module', 'shared', 'fixed']
 
 # softplus(0), where the published code starts every weight.
 PAPER_START = 0.6931471805599453
-# Temperatures at which pooling is all but average pooling: large against the spread of what the plan sees. A raw map
-# of a trained network reaches a few hundred; x / rms at most sqrt(N); log x spans about ten.
+# Temperatures at which pooling is close to average pooling: large against the spread of the view. A raw map of a
+# trained network reaches a few hundred, x / rms at most sqrt(N), and log x spans about ten.
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
-# The temperature at which pooling is all but the maximum, against values whose spread is about one.
+# The temperature at which pooling is close to the maximum, for values whose spread is about one.
 MAX_START = 0.003
 FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
@@ -27,17 +27,17 @@ _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Options of an ROTP layer. The defaults are the pooling that we recommend, on every path to a network.
+    """Options of an ROTP layer. The defaults are the recommended pooling, for layers, models and conversion alike.
 
-    `PoolOptions.paper()` is the published layer instead. A weight is the positive value that it starts at; None leaves
-    it to `start`. The README has the objective that they belong to, under "What it solves".
+    `PoolOptions.paper()` is the published layer. A weight is given by its positive initial value; None leaves that to
+    `start`. The objective is in the README, under "What it solves".
 
     Attributes:
         solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
         num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
         num_inner: K, Sinkhorn steps in a module.
-        implicit: Sinkhorn only: gradients by the implicit function theorem, which take the result for converged. For 50
-            steps and more, where that is so, and unrolling them costs more.
+        implicit: Sinkhorn only: gradients by the implicit function theorem, which assumes convergence. Use it from
+            about 50 steps on, where that holds and unrolling is more expensive.
         coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
         start: 'mean' starts next to average pooling, 'max' next to max pooling (as near as the solver's marginals
             allow: 'badmm-q' holds its samples to q0), 'paper' starts every weight at softplus(0).
@@ -52,10 +52,10 @@ class PoolOptions:
         prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β over the features that are averaged, β learned from 0; or
             'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
         prior_width: rows of V, and the inner width of U = U2 U1; None means as many as there are features.
-        view: what the plan sees: 'identity' (the paper), 'rms' (each feature over its root mean square across the
-            samples) or 'log' (log(max(x, 0) + 0.001)). What is averaged is always the features themselves.
+        view: what the plan is computed from: 'identity' (the paper), 'rms' (each feature over its root mean square
+            across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
-        backend: what computes it; 'auto' takes the explicit operators of 'torch' where there are some.
+        backend: the implementation; 'auto' uses the explicit operators of 'torch' where they exist.
 
     Example:
         >>> from rotp_vision import PoolOptions
@@ -159,7 +159,7 @@ class PoolOptions:
         return cls(**(published | changes))
 
     def _set(self, name: str, value: Any):
-        """Let a field of this frozen object be what was given as plain Python has it, ready for JSON and YAML."""
+        """Set a field of this frozen object to its normalized value, a plain Python type."""
         object.__setattr__(self, name, value)
 
     @property
@@ -173,7 +173,7 @@ class PoolOptions:
         return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.implicit, self.backend)
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
-        """The weights that this solver reads, and the positive value(s) each starts at."""
+        """The weights that this solver reads, and their initial values."""
         smoothness, step, feature_penalty, sample_penalty = {
             'paper': (PAPER_START,) * 4,
             # Each module of Bregman ADMM moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
@@ -236,7 +236,7 @@ def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, *
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer of Python or NumPy; True and False are none."""
+    """Whether a value is an integer of Python or NumPy; bool does not count."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -251,7 +251,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(name: str, value: Any) -> float | list[float]:
-    """A weight's number, or its numbers by module."""
+    """The number given for a weight, or its numbers by module."""
     if _is_number(value):
         return _float(name, value)
     if not isinstance(value, Sequence) or not all(_is_number(v) for v in value):
@@ -267,7 +267,7 @@ def _float(name: str, value: Any) -> float:
 
 
 def _shown(value: Any) -> str:
-    """As Python writes it, unless that is an integer of hundreds of digits."""
+    """The repr of a value; long integers are abbreviated."""
     return repr(value) if not is_integer(value) or abs(value) < 2**64 else f'one of {value.bit_length()} bits'
 
 

@@ -38,7 +38,7 @@ class PositiveWeight(nn.Module):
         return self.start * (F.softplus(beta) / math.log(2.0))
 
     def _apply(self, fn, recurse=True):
-        # A half-precision model keeps its starts in float32: those of limits are beyond the largest half.
+        # `start` stays in float32 in a half-precision model, because large ones overflow float16.
         start = self.start
         super()._apply(fn, recurse)
         if self.start.dtype in (torch.float16, torch.bfloat16):
@@ -46,7 +46,7 @@ class PositiveWeight(nn.Module):
         return self
 
     def set(self, value: Tensor | float | Sequence[float]):
-        """Let the weight be `value` from here on (and β = 0 again)."""
+        """Set the weight to `value`, with β = 0."""
         value = torch.as_tensor(value, dtype=self.start.dtype, device=self.start.device)
         if not bool((value > 0).all() and value.isfinite().all()):
             raise ValueError(f'a weight must be positive and finite, got {value.tolist()}')
@@ -64,7 +64,7 @@ class PositiveWeight(nn.Module):
 
 
 class ModuleWeights(nn.Module):
-    """The weights of a solver's modules; only those that the solver reads exist."""
+    """The weights of a solver's modules; those that the solver does not read are None."""
 
     def __init__(self, options: PoolOptions):
         super().__init__()
@@ -117,10 +117,10 @@ class AttentionPrior(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of p0 (B, D) and of q0 (B, N) for `x` (B, D, N), zero on masked samples."""
-        # Features enter the hidden layer as they lie in memory: no transposed copy of x.
+        # A matrix product from the left needs no transposed copy of x.
         hidden = torch.tanh(torch.matmul(self.sample_hidden.weight, x.to(self.sample_hidden.weight.dtype)))
         sample_logits = torch.matmul(self.sample_score.weight, hidden).squeeze(1)
-        # U X 1 as N times U of the mean: the sum of a map in half precision is beyond the largest half.
+        # U X 1 as N times U of the mean, because the sum of a map may overflow float16.
         weight = self.feature_score.weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         mean = x.sum(2, dtype=wide) / x.shape[2]
@@ -128,7 +128,7 @@ class AttentionPrior(nn.Module):
 
 
 class NormPrior(nn.Module):
-    """Prior marginal of the samples that sees where the energy is, as logits: log q0_n = β log ‖x_n‖.
+    """Prior marginal of the samples by their norm, as logits: log q0_n = β log ‖x_n‖.
 
     The norm is over the features of a sample. β may be any real number; at its start of zero q0 is uniform.
     """
@@ -148,7 +148,7 @@ class NormPrior(nn.Module):
         return None, power * log_norm(x)
 
     def set(self, value: Tensor | float | Sequence[float]):
-        """Let β be `value` from here on."""
+        """Set β to `value`."""
         value = torch.as_tensor(value, dtype=self.power.dtype, device=self.power.device)
         if value.numel() != 1 or not bool(value.isfinite()):
             raise ValueError(f'the power of the norm prior must be one finite number, got {value.tolist()}')
@@ -160,7 +160,7 @@ class NormPrior(nn.Module):
 
 
 def log_norm(x: Tensor) -> Tensor:
-    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; norms count from the floor on."""
+    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
     if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         return _log_norm(x)
     return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
@@ -172,7 +172,7 @@ def _log_norm(x: Tensor, floor: float = VIEW_FLOOR, scale: float = NORM_SCALE) -
 
 
 class _LogNorm(torch.autograd.Function):
-    """`log_norm` with a backward that keeps x itself, as the pooling does, and not once more its scaled copy."""
+    """`log_norm` with a backward that saves x, as the pooling does, instead of a scaled copy of it."""
 
     generate_vmap_rule = True
 
@@ -186,7 +186,7 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        # d log ‖x‖ / dx = x / ‖x‖², as a product of two that neither overflow nor vanish; zero at the floor.
+        # d log ‖x‖ / dx = x / ‖x‖², as a product whose factors neither overflow nor underflow; zero at the floor.
         x, log_norms = ctx.saved_tensors
         inverse = (-log_norms).exp().masked_fill(log_norms <= math.log(VIEW_FLOOR), 0.0).unsqueeze(1)
         return (x.to(inverse.dtype) * inverse * (grad.unsqueeze(1) * inverse)).to(x.dtype)

@@ -1,7 +1,7 @@
 """Classes made at conversion: a network's own class with one or two methods changed.
 
-Only the class of the object changes, never the object: hooks, parameters, buffers and other references stay. Such an
-object pickles and copies as its native class and the few facts of `Changes`.
+Conversion changes the class of an object, not the object: hooks, parameters, buffers and references to it stay. Such an
+object is pickled and copied as its native class and its `Changes`.
 """
 
 import functools
@@ -14,28 +14,28 @@ from torch.nn import functional as F
 
 from rotp_vision.surgery.families import FAMILIES
 
-# The name of the pool that a module gets whose method pools by itself.
+# The name of the pool that is added to a module whose method pools by itself.
 NEW_POOL = 'rot_pool'
-# The argument by which timm's models for images of any shape say which patches exist, (B, N).
+# The mask argument (B, N) of timm's models for images of any shape: True where a patch exists.
 MASK = 'patch_valid'
 
 
 class Host(NamedTuple):
-    """A method that pools by itself, and how a pool module takes over."""
+    """A method that pools by itself, and how it calls a pool module instead."""
 
     method: str
     layout: str  # of the map or tokens that it pools
-    prefix: int  # tokens that it drops first
-    before: str  # the child before which the pool stands
-    family: bool = False  # written out in `families`
+    prefix: int  # number of tokens that it drops first
+    before: str  # the child before which the pool is placed
+    family: bool = False  # whether `families` has the changed method
 
 
 class Changes(NamedTuple):
     """What a class made at conversion changes."""
 
-    guard: bool = False  # `reset_classifier` keeps the trained pool
-    host: Host | None = None  # a method calls the pool
-    frozen: bool = False  # `train` leaves frozen modules in evaluation mode
+    guard: bool = False  # whether `reset_classifier` keeps the trained pool
+    host: Host | None = None  # the method that calls the pool
+    frozen: bool = False  # whether `train` leaves frozen modules in evaluation mode
 
 
 def native_class(module: nn.Module) -> type[nn.Module]:
@@ -48,7 +48,7 @@ def changes_of(module: nn.Module) -> Changes:
 
 
 def change(module: nn.Module, **changes: Any):
-    """Give the module the class with these changes made; with none left, its native class."""
+    """Give the module the class with these changes; with no changes left, its native class."""
     module.__class__ = changed_class(native_class(module), changes_of(module)._replace(**changes))
 
 
@@ -83,7 +83,7 @@ def _rebuild(native: type[nn.Module], changes: Changes) -> nn.Module:
 
 
 def _guarded_reset(native: Any):
-    """`reset_classifier` of the native network, which puts a native pool in the place of the trained one."""
+    """`reset_classifier` that keeps the trained pool, which the native method would replace by a native one."""
     reset = native.reset_classifier
 
     @functools.wraps(reset)
@@ -109,7 +109,7 @@ def _hosting_method(native: type, host: Host):
     others = list(inspect.signature(method).parameters)[2:]
     mask_index = others.index(MASK) if MASK in others else len(others)
 
-    # The mean of one sample is that sample: pooled first, the native method has nothing left to pool.
+    # The mean of one sample is that sample: after the pool, the native method's own pooling changes nothing.
     @functools.wraps(method)
     def hosting(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         pool = getattr(self, NEW_POOL)
@@ -117,7 +117,7 @@ def _hosting_method(native: type, host: Host):
             return method(self, pool(x), *args, **kwargs)
         tokens = x[:, host.prefix :]
         mask = args[mask_index] if mask_index < len(args) else kwargs.get(MASK)
-        if mask is not None:  # of patches; other tokens before them are always there
+        if mask is not None:  # it covers the patches; the tokens before them always exist
             mask = F.pad(mask, (tokens.shape[1] - mask.shape[1], 0), value=True)
         pooled = pool(tokens, mask).unsqueeze(1)  # (B, 1, D)
         if host.prefix:

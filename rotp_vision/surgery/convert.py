@@ -1,4 +1,4 @@
-"""Replacing the pools of a network, and putting them back."""
+"""Replacing the pools of a network, and restoring them."""
 
 import logging
 import warnings
@@ -22,12 +22,12 @@ _logger = logging.getLogger('rotp_vision')
 Where = Literal['global', 'local', 'all']
 
 
-# Its forward reads shapes in Python, which symbolic tracing cannot follow: to fx it is a leaf, as the others are.
+# Its forward reads shapes in Python, which symbolic tracing cannot follow: for fx it is a leaf, like the other pools.
 register_notrace_module(ROTSetPool)
 
 
 class Replaced(NamedTuple):
-    """What a ROT pool stands in the place of."""
+    """What a ROT pool has replaced."""
 
     pool: FoundPool
     native: nn.Module | None  # None where a method pooled by itself
@@ -39,20 +39,20 @@ def convert(
     where: Where | Sequence[str] = 'global',
     example_input: Tensor | tuple | None = None,
 ) -> nn.Module:
-    """The same model, its pools replaced by ROT pools. Everything else about it stays as it is.
+    """Replace the pools of a model by ROT pools, in place; returns the same model. Nothing else about it changes.
 
     Args:
-        model: from timm, torchvision or of your own; converted in place. Convert before DDP and `torch.compile`.
+        model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
         pool: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper' for the published layer; None for the
-            recommended pooling, `PoolOptions()`. Its start 'mean' puts each pool next to what it replaces: max pools
-            next to the maximum. Padding takes no mass; an average pool that counts it as zeros (`count_include_pad`)
-            goes on doing so.
+            recommended pooling, `PoolOptions()`. With start 'mean' each pool starts next to what it replaces: average
+            pools next to the mean, max pools next to the maximum. Padding is masked; an average pool that counts it
+            as zeros (`count_include_pad`) still does.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
         example_input: an input of the model, see `find_pools`.
 
     Raises:
-        ValueError: if there is nothing to replace, or something that cannot be replaced faithfully.
+        ValueError: if there is no pool to replace, or one that cannot be replaced without changing the model otherwise.
 
     Example:
         >>> import timm, rotp_vision
@@ -76,7 +76,7 @@ def convert(
             raise ValueError(f'cannot replace {reason}')
         whole = True
     finally:
-        if not whole:  # whatever came between, Ctrl-C too
+        if not whole:  # because of any error, KeyboardInterrupt included
             _take_all(model, {path: pool for path, pool in _converted(model).items() if id(pool) not in earlier})
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
@@ -85,7 +85,7 @@ def convert(
 def replace_pools(
     model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]
 ) -> dict[str, ROTPool]:
-    """What `convert` does once the pools of the model are found; the new pools by path."""
+    """Replace the pools that were found; returns the new ones by path."""
     new = [(pool, _new_pool(model, pool, options)) for pool in _choose(found, where)]
     for pool, rot_pool in new:
         _place(model, pool, rot_pool)
@@ -93,10 +93,10 @@ def replace_pools(
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """The same model with its native pools, as it was before `convert`.
+    """Restore the native pools of a converted model, in place; returns the same model.
 
-    A frozen model stays frozen, with a warning: `freeze(model, 'all')` undoes that. What `fold_gain` moved into the
-    layers after a pool stays there too, with a warning: revert before folding for the network as it was.
+    A frozen model stays frozen, with a warning; `freeze(model, 'all')` undoes that. Gains that `fold_gain` moved into
+    the layers after a pool stay there, with a warning; to get the original network, revert before folding.
 
     Raises:
         ValueError: if the model has no converted pool.
@@ -115,16 +115,16 @@ def revert(model: nn.Module) -> nn.Module:
     if folded:
         warnings.warn(
             f'the layers after {", ".join(folded)} keep the gain that fold_gain moved into them, so that the reverted '
-            'network is not the one that was converted: revert before folding',
+            'network differs from the one that was converted: revert before folding',
             stacklevel=2,
         )
     if changes_of(model).frozen:
-        _logger.warning("the reverted network is still frozen: freeze(model, 'all') lets it train")
+        _logger.warning("the reverted network is still frozen; freeze(model, 'all') makes it trainable")
     return model
 
 
 def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
-    """The ROT pools of a model by path, converted or native to it, without those inside others.
+    """The ROT pools of a model by path, converted or native, without those inside other ROT pools.
 
     Example:
         >>> import timm, rotp_vision
@@ -140,7 +140,7 @@ def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
 
 
 def describe(model: nn.Module) -> str:
-    """A table of the ROT pools of a model: path, old, new, parameters added, input shape.
+    """A table of the ROT pools of a model: path, old pool, new pool, parameters and input shape.
 
     Example:
         >>> import timm, rotp_vision
@@ -161,7 +161,7 @@ def describe(model: nn.Module) -> str:
 
 
 def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:
-    """Put the native network in place of its global ROT pools; returns those for `put_back`."""
+    """Restore the native global pools; returns the ROT pools that were there, for `put_back`."""
     lifted = [(path, pool) for path, pool in _converted(model).items() if _kind(pool) != 'local']
     for path, pool in lifted:
         _take(model, path, pool)
@@ -177,11 +177,11 @@ def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
 
 
 def refuse_wrapped(model: nn.Module):
-    """Raise if the model is inside something that has made a list of its parameters already."""
+    """Raise if the model is inside a wrapper that has collected its parameters already."""
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
         raise ValueError(
             f'convert and freeze the model itself before it is wrapped or compiled, got {type(model).__name__}: the '
-            'wrapper would not know the new parameters'
+            'wrapper would miss the new parameters'
         )
 
 
@@ -198,7 +198,7 @@ def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPoo
         chosen = (outer if where != 'local' else []) + (inner if where != 'global' else [])
         if not chosen:
             left = '; '.join(f'{pool.path}: {pool.reason}' for pool in pools if pool.kind == 'local' and pool.reason)
-            raise ValueError(f'found no {where} pool to replace' + (f'. Left alone: {left}' if left else ''))
+            raise ValueError(f'found no {where} pool to replace' + (f'. Left out: {left}' if left else ''))
         return chosen
     by_path = {pool.path: pool for pool in pools}
     unknown = [path for path in where if path not in by_path]
@@ -217,14 +217,14 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
     elif found.kind == 'global':
-        # A method that pools by itself gets the map with its axes kept, whatever it makes of them.
+        # A method that pools by itself gets the pooled map with its axes kept, and may drop them.
         flatten = found.output == 'flatten' and (found.host is None or found.host.family)
         pool = GlobalROTPool2d(
             options, channels, flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW'
         )
     else:
         native: Any = model.get_submodule(found.path)
-        same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # which pads before it averages
+        same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # they pad before they average
         pool = LocalROTPool2d(
             options,
             channels,
@@ -239,11 +239,11 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
         pool.to(like.device, like.dtype)
-    beside = found.path if found.host is None else found.path.rpartition('.')[0]
-    return pool.train(model.get_submodule(beside).training)
+    owner = found.path if found.host is None else found.path.rpartition('.')[0]
+    return pool.train(model.get_submodule(owner).training)
 
 
-# A converted pool knows what it replaced; it is no child of the pool, so that it has no place in the state dict.
+# A converted pool keeps what it replaced, though not as a child, so that it does not appear in the state dict.
 
 
 def _replaced(pool: ROTPool) -> Replaced | None:
@@ -263,7 +263,7 @@ def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
     parent_path, _, name = found.path.rpartition('.')
     parent = model.get_submodule(parent_path)
     native: Any = getattr(parent, name) if found.host is None else None
-    pool.__dict__['replaced'] = Replaced(found, native)  # first, so that what is half placed can be taken out again
+    pool.__dict__['replaced'] = Replaced(found, native)  # first, so that a half-finished replacement can be undone
     if found.host is None:
         for owner, alias in _places(model, native):
             setattr(owner, alias, pool)
@@ -299,7 +299,7 @@ def _take_all(model: nn.Module, pools: Mapping[str, ROTPool]):
 
 
 def _examples(inputs: tuple) -> tuple:
-    """The inputs, noise in place of values that are all the same: what zeros make tells poolings hardly apart."""
+    """The inputs, with noise in place of all zeros, on which different poolings hardly differ."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(value.shape, generator=generator).to(value)
@@ -310,10 +310,10 @@ def _examples(inputs: tuple) -> tuple:
 
 
 def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, ROTPool]) -> str:
-    """Which of the new pools are not what the old ones were to the model, and why; empty if all are.
+    """Which of the new pools do not take the place of the old ones in the model, and why; empty if all do.
 
-    All must run, and if they gave what the old ones gave, the model's outputs must be those of `before`: else a method
-    that pools by itself makes more of the map than its pool.
+    All must run, and if they return what the old ones returned, the outputs must equal `before`. Otherwise a method
+    that pools by itself uses the map for more than its pool.
     """
     old: dict[str, Replaced] = {path: pool.__dict__['replaced'] for path, pool in pools.items()}
     ran: dict[str, bool] = {}  # by path, whether the old pool's result is known
@@ -335,26 +335,25 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, R
             pool.register_forward_hook(hook)
         try:
             after = model(*inputs)
-        except Exception as error:  # of the model's own making
+        except Exception as error:  # the model may raise anything
             return f'{", ".join(pools)}: the model does not run with it ({type(error).__name__}: {error})'
     idle = [path for path in pools if path not in ran]
     if idle:
         return (
-            f'{", ".join(idle)}: the model does not run what stands there but calls the old pool by another reference '
+            f'{", ".join(idle)}: the model does not call this module but the old pool by another reference '
             '(a list, a partial function, a closure)'
         )
     if all(ran.values()) and not _alike(before, after):
         named = ', '.join(f'{path} ({replaced.pool.old})' for path, replaced in old.items())
         return (
-            f'{named}: the model makes more of the map than '
-            'this. If a method does it, let a module pool for it, self.pool = nn.AdaptiveAvgPool2d(1), or let it pool '
-            'in a method of its own'
+            f'{named}: the model uses the map for more than this pooling. If a method pools, use a module in it, '
+            'self.pool = nn.AdaptiveAvgPool2d(1), or pool in a separate method'
         )
     return ''
 
 
 def _alike(before: Any, after: Any) -> bool:
-    """Whether two outputs of a model are the same up to rounding; those without values are."""
+    """Whether two outputs of a model are equal up to rounding; outputs on the meta device count as equal."""
     for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point() and not a.is_meta:
             tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2
@@ -376,7 +375,7 @@ def _owners(model: nn.Module, path: str) -> list[nn.Module]:
 
 
 def _move_before(parent: nn.Module, name: str, other: str):
-    """Children keep their order but `name`, which goes before `other`: the classifier's parameters stay last."""
+    """Move the child `name` before `other`, so that the parameters of the classifier stay last."""
     children: dict[str, nn.Module | None] = dict(parent._modules)
     moved = children.pop(name)
     ordered: dict[str, nn.Module | None] = {}
@@ -385,4 +384,4 @@ def _move_before(parent: nn.Module, name: str, other: str):
             ordered[name] = moved
         ordered[child_name] = child
     ordered.setdefault(name, moved)
-    parent._modules = ordered  # in one move: no interruption finds a network without its children
+    parent._modules = ordered  # assigned at once, so that an interruption leaves no network without its children

@@ -1,4 +1,4 @@
-"""Networks whose forward pass pools in its middle, by a function: their forward pass with a pool module."""
+"""Forward passes with a pool module, for networks of torchvision whose forward pools by a function in its middle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def _shufflenet_v2(self: Any, x: Tensor) -> Tensor:
     return self.fc(self.rot_pool(x).flatten(1))
 
 
-# The method that pools, and what takes its place.
+# By class: the method that pools, and its replacement.
 FAMILIES: dict[type, tuple[str, Callable[..., Tensor]]] = {
     DenseNet: ('forward', _densenet),
     MNASNet: ('forward', _mnasnet),

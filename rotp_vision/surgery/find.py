@@ -1,4 +1,4 @@
-"""Finding the pools of a model by what they do when it runs."""
+"""Finding the pools of a model from one forward pass."""
 
 import contextlib
 import copy
@@ -24,7 +24,7 @@ Reduction = Literal['mean', 'max', 'other']
 class FoundPool(NamedTuple):
     """A pool of a model.
 
-    `replaceable` with a `reason` means: only if it is asked for by its path.
+    One that is `replaceable` and has a `reason` is replaced only if it is named by its path.
 
     Example:
         >>> import timm, rotp_vision
@@ -35,12 +35,12 @@ class FoundPool(NamedTuple):
 
     path: str  # where the pool is, or where a new one would be if a method pools by itself
     kind: Kind  # 'global': a map to one vector; 'local': a map to a smaller map; 'tokens': tokens to one vector
-    old: str  # what pools there now, readable
+    old: str  # a readable form of what pools there now
     input_shape: tuple[int, ...]
     layout: Layout
     output: Literal['flatten', 'keep dims']
     replaceable: bool
-    reason: str = ''  # why it cannot be replaced, or is not unless it is named
+    reason: str = ''  # why it cannot be replaced, or only if it is named
     reduction: Reduction = 'other'
     host: Host | None = None  # the method that pools by itself
 
@@ -48,15 +48,15 @@ class FoundPool(NamedTuple):
 def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) -> list[FoundPool]:
     """The pools of `model`, found by running it once on an example, in the order in which they ran.
 
-    The global pool is what makes one vector of a map, after which nothing spatial is left: whatever its name is, and
-    whether it is a module or the mean that a method takes. The pools of squeeze-and-excitation blocks, whose output
-    goes back into the map, are none. Models on the meta device will do. The model is not disturbed: batch statistics,
-    random numbers, hooks and training flags stay as they are.
+    The global pool is what reduces a map to one vector after which nothing spatial follows, whatever its name is, and
+    whether it is a module or a mean that a method takes. Squeeze-and-excitation blocks, whose output goes back into the
+    map, do not count. The model may be on the meta device. Its batch statistics, hooks and training flags do not
+    change, nor does the random state.
 
     Args:
         model: any classifier.
-        example_input: input of the model, or a tuple of its inputs. By default two images of zeros of the size that a
-            timm model was made for, and of 224 × 224 otherwise.
+        example_input: input of the model, or a tuple of its inputs. By default two images of zeros, of the input size
+            of a timm model and of 224 × 224 otherwise.
 
     Example:
         >>> import timm, rotp_vision
@@ -66,10 +66,10 @@ def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) ->
     inputs = example_inputs(model, example_input)
     try:
         trace = watch(model, inputs)
-    except Exception as error:  # of the model's own making
+    except Exception as error:  # the model may raise anything
         shape = tuple(inputs[0].shape)
         raise ValueError(
-            f'the model did not run on an example of shape {shape}; give example_input=…, an input that it takes '
+            f'the model did not run on an example of shape {shape}; pass an input that it takes as example_input '
             f'({type(error).__name__}: {error})'
         ) from error
     found = [(_time(trace, pool.path), pool) for pool in _local_pools(model, trace)]
@@ -87,17 +87,17 @@ def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None
 
 
 class _Reached(Exception):
-    """Ends a forward pass where enough has been seen."""
+    """Ends a forward pass early."""
 
 
 def image_channels(model: nn.Module) -> int | None:
-    """Channels of the images that a timm model reads: by its first convolution, else by what it says, else None."""
+    """Number of image channels of a timm model, from its first convolution or else `in_chans`; None if unknown."""
     name = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
     stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
     if not isinstance(stem, nn.Conv2d):
         said = getattr(model, 'in_chans', None)
         return said if isinstance(said, int) else None
-    # Pixels may have become channels before it (TResNet): what becomes of an image on its way there tells how many.
+    # Space-to-depth may come before it (TResNet): compare the channels of an image with those that reach it.
     given, reached = stem.in_channels, stem.in_channels
 
     def stop(_: nn.Module, args: tuple):
@@ -105,7 +105,7 @@ def image_channels(model: nn.Module) -> int | None:
         reached = args[0].shape[1]
         raise _Reached
 
-    with undisturbed(model), contextlib.suppress(Exception):  # of the model's own making, too: it may want other images
+    with undisturbed(model), contextlib.suppress(Exception):  # the model may raise anything: it may need other images
         stem.register_forward_pre_hook(stop)
         model(torch.zeros(1, given, 64, 64, device=stem.weight.device, dtype=stem.weight.dtype))
     return given // max(reached // given, 1)
@@ -147,15 +147,15 @@ def _global_pools(model: nn.Module, trace: Trace, inputs: tuple) -> list[tuple[i
             pool = pool._replace(replaceable=False, reason=f'{call.path} runs {runs} times in one forward pass')
         if pool.replaceable and _pools_class_maps(model, trace, call):
             pool = pool._replace(
-                reason='it pools class maps, not features: what follows it is the output itself. If you mean it, name '
-                f'it: where=[{pool.path!r}]'
+                reason='it pools class maps, not features: its output is the output of the model. To replace it '
+                f'nevertheless, name it: where=[{pool.path!r}]'
             )
         found[pool.path] = call.time, pool
     return list(found.values())
 
 
 def _candidates(model: nn.Module, trace: Trace) -> tuple[list[Call], list[Call]]:
-    """What might make one vector of a map, and those of it that pool."""
+    """Calls after the last spatial output that reduce a map to one vector, and those of them that pool."""
     last = [call for call in trace.calls if call.time > trace.last_spatial]
     modules = [call for call in last if not call.method and _is_pool(call)]
     outermost = [call for call in modules if not any(_inside(call.path, other.path) for other in modules)]
@@ -177,7 +177,7 @@ def _inside(path: str, other: str) -> bool:
 
 
 def _is_pool(call: Call) -> bool:
-    """A module without parameters that makes one vector of a map and is no container of other things."""
+    """Whether a module reduces a map to one vector, has no parameters and is not a container."""
     module = call.module
     if isinstance(module, ROTPool):
         return True
@@ -193,7 +193,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout, Reduction, bool]:
-    """Layout, mean or max, and whether the axes are dropped, by running the same call on random numbers."""
+    """Layout, mean or max, and whether the axes are dropped, found by running the same call on random numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu')
     try:
         with torch.no_grad():
@@ -240,7 +240,7 @@ def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in
     shape = call.input_shape
     host, reason = None, ''
     if in_methods > 1:
-        reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot stand for all'
+        reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot replace all of them'
     elif FAMILY_METHODS.get(cls) == call.method:
         host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
     elif native_method(cls, call.method) is None:
@@ -252,8 +252,8 @@ def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in
             layout, reduction, flat = _probe(lambda x: call.run(arrange(x)), shape)
         if source is None or layout in ('', 'NCL'):
             reason = (
-                f'{old} pools what it has computed itself, so no pool can be put there. Use a module, '
-                f'self.pool = nn.AdaptiveAvgPool2d(1), in place of the function, or pool in a method of its own '
+                f'{old} pools a result of the same method, where no pool can be inserted. Use a module, '
+                f'self.pool = nn.AdaptiveAvgPool2d(1), in place of the function, or pool in a separate method '
                 f'(def forward_head(self, x))'
             )
         else:
@@ -265,7 +265,7 @@ def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in
 
 
 def native_method(cls: type, name: str) -> Callable | None:
-    """The method if it takes something beside self, else None."""
+    """The method if it takes an argument besides self, otherwise None."""
     method = inspect.getattr_static(cls, name, None)
     if not inspect.isfunction(method) or len(inspect.signature(method).parameters) < 2:
         return None
@@ -273,7 +273,7 @@ def native_method(cls: type, name: str) -> Callable | None:
 
 
 def _next_child(trace: Trace, call: Call) -> str:
-    """The child of the pooling module that runs next: a new pool stands before it."""
+    """The child that runs after the pooling; a new pool is placed before it."""
     prefix = f'{call.path}.' if call.path else ''
     for time, path, *_ in trace.ran:
         if time > call.time and path.startswith(prefix) and path != call.path:
@@ -289,7 +289,7 @@ def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
 
 
 def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Call]) -> FoundPool:
-    """What stands in the place of a global pool, and why it is none."""
+    """What the model has instead of a global pool, and why that cannot be replaced."""
     attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
     idle = [(path, module) for _, path, module, shape, _ in trace.ran if _pools_one_pixel(module, shape)]
     last = candidates[-1] if candidates else None
@@ -308,14 +308,14 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
     elif idle:
         path, old = idle[-1][0], _readable(idle[-1][1])
         reason = (
-            'it gets a map of one pixel: there is nothing to pool. If the model is for larger images, give one '
+            'its input has one pixel: there is nothing to pool. If the model is for larger images, pass one '
             'as example_input'
         )
     elif last is None:
         path, old = '', 'no pooling'
         reason = (
-            'no module or function makes one vector of a map: the model has no pooled output. A model without a head '
-            'gets one by num_classes=…, global_pool="avg"'
+            'no module or function reduces a map to one vector: the model has no pooled output. If it has no head, '
+            'create it with num_classes=…, global_pool="avg"'
         )
     elif _size(last.output_shape) == _size(last.input_shape):
         path, old = last.path, f'fixed grid of {" × ".join(str(size) for size in shape[2:])}'
@@ -327,18 +327,18 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
 
 
 def _can_pool(model: nn.Module, inputs: tuple) -> bool:
-    """Whether a timm model that reads its class token pools when it is asked to, by trying it on a copy."""
+    """Whether a timm model that reads its class token can pool instead; a copy of it is tried."""
     if not hasattr(model, 'reset_classifier'):
         return False
-    # On the meta device the copy of a large network takes neither memory nor time.
+    # On the meta device copying a large network takes neither memory nor time.
     memo: dict[int, Any] = {id(p): nn.Parameter(p.to('meta'), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     try:
         asked: Any = copy.deepcopy(model, memo)
-        with torch.device('meta'):  # whose new classifier draws no random numbers
+        with torch.device('meta'):  # so that the new classifier draws no random numbers
             asked.reset_classifier(asked.num_classes, 'avg')
         trace = watch(asked, tree_map_only(Tensor, lambda x: x.to('meta'), inputs))
-    except Exception:  # of the model's own making
+    except Exception:  # the model may raise anything
         return False
     return bool(_candidates(asked, trace)[1])
 
@@ -367,13 +367,13 @@ def _local_pools(model: nn.Module, trace: Trace) -> list[FoundPool]:
         kernel, stride, padding = (_pair(v) for v in (module.kernel_size, module.stride, module.padding))
         replaceable, reason = True, ''
         if type(module) not in (nn.MaxPool2d, nn.AvgPool2d, MaxPool2dSame, AvgPool2dSame):
-            replaceable, reason = False, f'{type(module).__name__} is a pool of its own kind'
+            replaceable, reason = False, f'{type(module).__name__} is not a known kind of pool'
         elif kernel == (1, 1):
-            replaceable, reason = False, 'a window of one pixel pools nothing: it takes every other pixel'
+            replaceable, reason = False, 'a window of one pixel does not pool, it only subsamples'
         elif isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
             replaceable, reason = False, 'divisor_override makes it a sum, not a mean'
         elif isinstance(module, nn.MaxPool2d) and module.return_indices:
-            replaceable, reason = False, 'return_indices: there is no single index under a plan'
+            replaceable, reason = False, 'return_indices needs a single index, which a plan does not have'
         elif reduction == 'mean' and (kernel, stride, padding) == ((3, 3), (1, 1), (1, 1)):
             reason = 'average pooling of 3 × 3 at stride 1 mixes tokens, it does not pool'
         old = _readable(module)

@@ -10,7 +10,7 @@ from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.find import example_inputs
 from rotp_vision.surgery.trace import undisturbed
 
-# Layers that pass on what they are given, in evaluation mode.
+# Layers that change no value in evaluation mode.
 TRANSPARENT = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
 
 
@@ -24,12 +24,12 @@ class Ran(NamedTuple):
 
 
 def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> nn.Module:
-    """The same model, the output gain of each ROT pool moved into the weights of the layer that reads it.
+    """Move the output gain of each ROT pool into the weights of the layer that reads it, in place.
 
         W (g · f) + c = (W g) · f + c
 
-    That must be a linear layer or 1 × 1 convolution with nothing but dropout, flattening and identities between.
-    The outputs on the example are compared before and after. There the gain stays, also after `revert`.
+    That layer must be linear or a 1 × 1 convolution, with nothing but dropout, flattening and identities in between.
+    The outputs on the example are compared before and after. The gain stays in that layer even after `revert`.
 
     Args:
         model: with ROT pools that have a gain.
@@ -49,7 +49,7 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
     if not pools:
         raise ValueError("the model has no ROT pool with a gain; gain='scalar' or 'channel' is an option of the pool")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError('the gain of a model on the meta device has no value to fold')
+        raise ValueError('a gain on the meta device has no value to fold')
     inputs = example_inputs(model, example_input)
     if example_input is None:
         noise = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0))
@@ -73,8 +73,8 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
         for path, pool in pools.items():
             pool.set_weights(gain=gains[path])
         raise ValueError(
-            f'folding would change the output by {error:.2g} of its size: something beside '
-            f'{", ".join(readers)} feeds the layer, or a function stands between'
+            f'folding would change the output by {error:.2g} of its norm: the layer reads something besides '
+            f'{", ".join(readers)}, or a function is applied in between'
         )
     for path, pool in pools.items():
         pool.gain_folded |= bool((gains[path] != 1).any())
@@ -82,12 +82,12 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
 
 
 def run_layers(model: nn.Module, inputs: tuple) -> tuple[list[Ran], Tensor]:
-    """The layers that run in a forward pass, in order, and what the model returns; the model stays undisturbed."""
+    """The layers that run in a forward pass, in order, and the output; the state of the model does not change."""
     ran: list[Ran] = []
     paths = {module: path for path, module in model.named_modules()}
 
     def note(module: nn.Module, args: tuple, output: object):
-        # What a layer is made of says nothing about what follows it; of containers the parts have been noted.
+        # Containers are left out, as their parts are noted; ROT pools count as one layer, whatever is inside.
         is_layer = isinstance(module, ROTPool) or not any(True for _ in module.children())
         if is_layer and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             ran.append(Ran(paths[module], module, args[0], output))
@@ -108,7 +108,7 @@ def _readers(path: str, pool: ROTPool, ran: list[Ran]) -> list[nn.Linear | nn.Co
         raise ValueError(f'{path} does not run in a forward pass')
     rest = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
     if not rest:
-        raise ValueError(f'no linear layer reads {path}: the gain has nowhere to go')
+        raise ValueError(f'no linear layer reads the output of {path}, so that its gain cannot be folded')
     first = rest[0]
     readers = [call.module for call in rest if call.input is first.input]
     for reader in readers:

@@ -11,12 +11,12 @@ from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
 _logger = logging.getLogger('rotp_vision')
 
 Train = Literal['pool', 'pool+classifier', 'all']
-# The parameters that did not want gradients before `freeze`, and the mode that was last asked for.
+# The parameters that did not require gradients before `freeze`, and the mode that `train` or `eval` last set.
 _FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
 
 
-def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
-    """Names of the parameters that train; all others are frozen, and so is what they belong to.
+def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
+    """Freeze all of a model but its ROT pools, in place; returns the same model and logs which parameters train.
 
     Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics and dropout
     stays off, also where the network itself applies it. `freeze(model, 'all')` undoes it. Freeze before DDP and the
@@ -29,8 +29,9 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     Example:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> len(rotp_vision.freeze(model))
-        4
+        >>> model = rotp_vision.freeze(model)
+        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['global_pool.weights.smoothness.beta', 'global_pool.weights.step.beta', 'global_pool.gain.beta']
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
@@ -58,7 +59,7 @@ def freeze(model: nn.Module, train: Train = 'pool') -> list[str]:
     total = sum(parameter.numel() for parameter in model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _in_short(trainable))
-    return trainable
+    return model
 
 
 def rest_frozen(model: nn.Module, mode: bool):
@@ -85,7 +86,7 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """What a timm model calls its classifier, else the last linear layer or convolution."""
+    """The classifiers that a timm model names, otherwise the last linear layer or convolution."""
     get_classifier: Any = getattr(model, 'get_classifier', None)
     if get_classifier is not None:
         given = get_classifier()

@@ -1,4 +1,4 @@
-"""What goes into the global pooling of a model, and what the model makes of its output."""
+"""The input of the global pool of a model, and the head that follows it as a function."""
 
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -8,23 +8,30 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
+from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.fold import run_layers
 
-CHUNK = 64  # images that go through a head, or a pooling, at a time
+CHUNK = 64  # images that pass through a head, or a pool, at a time
 
 GlobalPool = GlobalROTPool2d | ROTSetPool
 
 
 def find_global_pool(model: nn.Module) -> tuple[str, GlobalPool]:
-    """The one global ROT pooling of a model, of maps or of tokens, and its path."""
-    pools = {path: pool for path, pool in rot_pools(model).items() if isinstance(pool, GlobalPool)}
+    """Path and module of the one global ROT pool of a model, of maps or of tokens, which must not be a mixed one."""
+    path, pool = find_any_global_pool(model)
+    if not isinstance(pool, GlobalPool):
+        raise ValueError(f'{path} must be a single pooling (GlobalROTPool2d or ROTSetPool), got {type(pool).__name__}')
+    return path, pool
+
+
+def find_any_global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
+    """Path and module of the one global ROT pool of a model, of maps or of tokens, single or mixed."""
+    pools = [(path, pool) for path, pool in rot_pools(model).items() if isinstance(pool, (MapPool, ROTSetPool))]
     if len(pools) != 1:
-        raise ValueError(
-            f'the model must have one global ROT pooling, got {len(pools)}: convert it first '
-            "(rotp_vision.convert(model), where='global')"
-        )
-    return next(iter(pools.items()))
+        found = f': {", ".join(path for path, _ in pools)}' if pools else '; rotp_vision.convert(model) makes one'
+        raise ValueError(f'the model must have one global ROT pool, got {len(pools)}{found}')
+    return pools[0]
 
 
 def sets_of(pool: GlobalPool, x: Tensor) -> Tensor:
@@ -46,11 +53,11 @@ def evaluating(model: nn.Module):
 
 
 class Collected(NamedTuple):
-    """What a pool got for some images, and what the model made of it."""
+    """The inputs of a pool for some images, and the logits of the model."""
 
     sets: list[Tensor]  # (b, D, N) chunks
     targets: Tensor  # (images,)
-    logits: Tensor  # (images, classes) with the pooling as it is
+    logits: Tensor  # (images, classes)
     image_shape: torch.Size  # (C, H, W)
 
 
@@ -73,7 +80,7 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
             logits.append(model(images[:keep].to(device)).float())
             features, *others = seen.pop()
             if any(other is not None for other in others):
-                raise ValueError('a pooling of masked sets cannot be looked at from outside; pool sets without masks')
+                raise ValueError('the model calls its pool with a mask, which is not supported here')
             features = sets_of(pool, features)
             large = features[0].numel() * max_images > 2**27 and features.abs().max() < 6e4
             sets.extend((features.half() if large else features).split(CHUNK))
@@ -95,7 +102,7 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
 
 
 def _checked(batch: Any) -> tuple[Tensor, Tensor]:
-    """Images and class indices of a batch of the loader, if that is what it holds."""
+    """Images and class indices of a batch of the loader; raises if it holds something else."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
     images, labels = batch
@@ -115,12 +122,13 @@ def _checked(batch: Any) -> tuple[Tensor, Tensor]:
 class Head:
     """What follows the pooling, as a function of the pooled features (B, D) alone.
 
-    The modules that run after the pool are run once more, one after the other; where that is not what the model does
-    (its `forward` may do more in between), the whole model runs, with the pooled features put in.
+    It runs the modules that run after the pool, one after the other. If that does not reproduce the logits (`forward`
+    may do more in between), it runs the whole model with the output of the pool replaced.
 
     Attributes:
-        affine: whether the logits are an affine function of the pooled features: then one pass gives them at any gain.
-        scale_free: whether a gain changes nothing, as before a layer norm.
+        affine: whether the logits are an affine function of the pooled features, so that one pass gives them for every
+            gain.
+        scale_free: whether the logits do not depend on a gain, as before a layer norm.
     """
 
     def __init__(self, model: nn.Module, pool: GlobalPool, collected: Collected):
@@ -130,10 +138,10 @@ class Head:
         pools = [place for place, call in enumerate(ran) if call.module is pool]
         self.modules = [call.module for call in ran[pools[-1] + 1 :]]
         with torch.no_grad():
-            self._look(pool.pool_sets(collected.sets[0].float()), collected.logits)
+            self._examine(pool.pool_sets(collected.sets[0].float()), collected.logits)
 
-    def _look(self, pooled: Tensor, known: Tensor) -> None:
-        """Find out how to run the head, by what it makes of known pooled features, and what kind of function it is."""
+    def _examine(self, pooled: Tensor, known: Tensor) -> None:
+        """Find how to reproduce known logits from pooled features, and whether the head is affine or scale-free."""
         logits = known[: len(pooled)]
         tolerance = 1e-2 * float(logits.nan_to_num().std()) + 1e-6
 
@@ -149,8 +157,8 @@ class Head:
             fits = same(self(pooled), logits)
         if not fits:
             raise ValueError(
-                'the outputs of the network must depend on its last map or tokens through the global pooling alone; '
-                'those of this one do not'
+                'the logits must depend on the last map or tokens through the global pool alone, but those of this '
+                'model do not'
             )
         some = pooled[:8]
         self.zero = self(torch.zeros_like(some[:1]))

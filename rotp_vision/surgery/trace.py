@@ -1,4 +1,4 @@
-"""Watching one forward pass: where maps and tokens become single vectors."""
+"""Tracing one forward pass: where maps and tokens are reduced to one vector."""
 
 import sys
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from rotp_vision.layers import ROTPool
 
 
 class Call(NamedTuple):
-    """One call of a module or function that took a map or tokens and gave one vector per image."""
+    """One call of a module or function that reduced a map or tokens to one vector per image."""
 
     time: int
     path: str  # of the module, or of the module in whose method the function was called
@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
 
 def is_spatial(tensor: Any, batch: int) -> bool:
-    """Whether there is more than one vector per image: more than one axis beyond the batch is longer than one."""
+    """Whether a tensor has more than one vector per image: at least two axes besides the batch are longer than one."""
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         return False
     shape = tensor.shape
@@ -35,7 +35,7 @@ def is_spatial(tensor: Any, batch: int) -> bool:
 
 
 class Trace(TorchFunctionMode):
-    """What one forward pass did. Fill it by `watch`."""
+    """The calls of one forward pass; `watch` fills it."""
 
     def __init__(self, model: nn.Module, batch: int):
         super().__init__()
@@ -99,7 +99,7 @@ class Trace(TorchFunctionMode):
 
 
 class Source(NamedTuple):
-    """What a method pools: its argument, without some tokens or with its axes arranged otherwise."""
+    """What a method pools: its argument, maybe without the first tokens or with permuted axes."""
 
     argument_shape: tuple[int, ...]
     prefix: int  # tokens dropped first
@@ -107,14 +107,14 @@ class Source(NamedTuple):
 
 
 class ArgumentTrace(TorchFunctionMode):
-    """Whether a function call inside a method works on the method's own argument."""
+    """Finds out whether a function call inside a method works on the method's own argument."""
 
     ARRANGING = ('flatten', 'permute', 'transpose')
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
-        self.source: Source | None = None  # None while no such call was seen
+        self.source: Source | None = None  # None until such a call was seen
         self._known: list[tuple[Tensor, Source]] = []
 
     def enter(self, argument: Any):
@@ -156,7 +156,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients and without the hooks of others; everything is as before afterwards."""
+    """Evaluation mode without gradients and without existing hooks; modes, hooks and random state are restored."""
     modules = list(model.modules())
     kept = [(module.training, module._forward_hooks, module._forward_pre_hooks) for module in modules]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == 'cuda'}
@@ -172,7 +172,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """The trace of one forward pass of `model`, which stays undisturbed."""
+    """The trace of one forward pass of `model`, whose state does not change."""
     trace = Trace(model, next(value.shape[0] for value in inputs if isinstance(value, Tensor)))
     with undisturbed(model):
         for module in model.modules():
@@ -183,7 +183,7 @@ def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
 
 
 def source_of(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> Source | None:
-    """What the method of a function call has made of its argument before; None if the call works on something else."""
+    """How the input of a function call derives from its method's argument; None if it works on something else."""
     trace = ArgumentTrace(call.name)
     native = getattr(call.module, call.method)
     patched = call.module.__dict__.get(call.method)

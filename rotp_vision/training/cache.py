@@ -1,6 +1,6 @@
 """Feature maps of the frozen backbone, computed once and kept as float16 memory-mapped shards.
 
-Every process computes the maps of its share of the images and writes them to files of its own; all processes then read
+Every process computes the maps of its share of the images and writes them to its own files; all processes then read
 all of them, so that batches are composed exactly as without the cache.
 """
 
@@ -19,8 +19,9 @@ from rich.markup import escape
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from rotp_vision.files import force_to_disk, write_atomically
 from rotp_vision.surgery import rot_pools
-from rotp_vision.training.checkpoint import digest_of, force_to_disk, write_atomically
+from rotp_vision.training.checkpoint import digest_of
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
@@ -30,7 +31,7 @@ from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 
 class PoolAndClassifier(nn.Module):
-    """The part of a model that stage 2 trains, as a module of its own so that DDP sees its forward pass."""
+    """The part of a model that stage 2 trains, as a module so that DDP wraps its forward pass."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -48,7 +49,7 @@ class CachePlan:
         shape: (C, H, W) of one map.
         train_images: number of training images.
         val_images: number of validation images.
-        views: augmented views of a training image; 0 for one as evaluation sees it.
+        views: number of augmented views of a training image; 0 for one with the evaluation transform.
     """
 
     shape: tuple[int, int, int]
@@ -58,11 +59,11 @@ class CachePlan:
 
     @property
     def bytes(self) -> int:
-        """Size on disk, of all processes together."""
+        """Size on disk over all processes."""
         return (max(self.views, 1) * self.train_images + self.val_images) * int(np.prod(self.shape)) * 2
 
     def check_disk(self, directory: Path) -> None:
-        """OSError where the cache would not fit."""
+        """Raise an OSError if the cache would not fit on the disk."""
         place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         free = shutil.disk_usage(place).free
         if self.bytes * 1.02 > free:
@@ -73,10 +74,10 @@ class CachePlan:
 
 
 def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, others: object = None) -> str:
-    """Digest of everything that a map depends on: frozen weights, data and its augmentation, and `others`, plain."""
+    """Digest of everything that a map depends on: frozen weights, data, augmentation and `others` (plain values)."""
     digest = hashlib.sha256()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    pools = tuple(f'{path}.' for path in rot_pools(model))  # behind the maps, whatever else they keep
+    pools = tuple(f'{path}.' for path in rot_pools(model))  # maps do not depend on the pools
     for name, tensor in sorted(model.state_dict().items()):
         if name not in trained and not name.startswith(pools):
             digest.update(name.encode())
@@ -87,7 +88,7 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
 
 
 def _images_of(source: object) -> object:
-    """What tells a set of images from what it was before one came, went or became another."""
+    """A value that changes when images are added, removed or modified; None if that cannot be known."""
     if isinstance(source, FolderSource):
         digest = hashlib.sha256()
         for file in source.files:
@@ -112,13 +113,13 @@ def _digests_file(file: Path) -> Path:
 
 
 def _digests(file: Path, maps: Path) -> dict[str, str]:
-    """What a shard is told from any other by: its place, its maps (for now in another file) and its labels."""
+    """Digests that identify a shard: its path, its maps (`maps` is the file that holds them now) and its labels."""
     place = f'{file.parent.name}/{file.name}'
     return {'place': place, 'maps': digest_of(maps), 'labels': digest_of(labels_file(file))}
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a shard is what was written, byte for byte."""
+    """Whether a shard is complete and unchanged since it was written."""
     try:
         return json.loads(_digests_file(file).read_text()) == _digests(file, file)
     except (OSError, ValueError, RecursionError):
@@ -126,13 +127,13 @@ def is_whole(file: Path) -> bool:
 
 
 def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor], Tensor], length: int) -> list[str]:
-    """Computes one shard of `length` maps; its name appears only once it is whole. Returns names of broken images.
+    """Compute one shard of `length` maps, which gets its name when it is complete; returns names of broken images.
 
     Args:
         file: the shard.
         batches: the images, in the order of the shard; unreadable ones carry label -1.
         compute: images to maps (B, C, H, W).
-        length: images of the shard.
+        length: number of images of the shard.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f'.{file.name}.tmp')
@@ -177,11 +178,11 @@ class CachedMaps(Dataset):
 
     @property
     def readable(self) -> int:
-        """How many of the images could be read."""
+        """Number of images that could be read."""
         return sum(int((labels >= 0).sum()) for labels in self.labels)
 
     def __getitem__(self, indices: list[int]) -> Batch:
-        """The maps of all `indices` that have one, in float16."""
+        """The float16 maps of those `indices` whose image could be read."""
         places = [divmod(index, len(self.shards)) for index in indices]
         labels = [int(self.labels[shard][row]) for row, shard in places]
         rows = [self.shards[shard][row] for (row, shard), label in zip(places, labels, strict=True) if label >= 0]
@@ -195,29 +196,30 @@ class FeatureCache:
     def __init__(self, directory: Path, views: int, processes: int):
         self.train = [CachedMaps(directory, f'train{view}', processes) for view in range(max(views, 1))]
         self.val = CachedMaps(directory, 'val', processes)
-        self.as_evaluated = views == 0  # whether training images are seen as evaluation sees them
+        self.as_evaluated = views == 0  # whether training images have the evaluation transform
 
     def train_batches(
         self, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int, workers: int
     ) -> Iterator[Batch]:
-        """As `train_loader`, of maps; views take turns by epoch."""
+        """The maps of the images of `train_loader`; epochs use the views in turn."""
         maps = self.train[epoch % len(self.train)]
         batches = epoch_batches(len(maps), global_batch, accumulation, shard, seed, epoch, start)
         return iterate(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
 
     def val_batches(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """As `val_loader`, of maps."""
+        """The maps of the images of `val_loader`."""
         mine = range(shard.rank, len(self.val), shard.processes)
         for first in range(0, len(mine), batch_size):
             yield self.val[list(mine[first : first + batch_size])]
 
 
 def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches; a signal ends the process here, as there may be hours of them."""
+    """The batches; a signal ends the process between two of them, as computing all may take hours."""
     for batch in batches:
         if run.stop:
             print(
-                f'stopped by {run.stop[0]} while feature maps were computed; parts that are whole stay: --resume auto',
+                f'stopped by {run.stop[0]} while feature maps were computed; finished parts are kept, continue with '
+                '--resume auto',
                 file=sys.stderr,
                 flush=True,
             )
@@ -226,15 +228,15 @@ def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def build_cache(run: Run, model: nn.Module) -> FeatureCache:
-    """The maps of all images by the frozen backbone of `model`, computed now unless they are there already."""
+    """The maps of all images by the frozen backbone of `model`; those that are not cached yet are computed."""
     config, data, shard = run.config, run.config.data, run.shard
     assert not isinstance(run.train, StreamSource)  # the configuration does not allow it
     assert not isinstance(run.val, StreamSource)
     views = config.stage2.cache_views
     base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
     name = ''
-    if run.main:  # on other machines copies of the images may be of another date
-        # Beside the weights: what is made of them, and how exactly.
+    if run.main:  # on other machines the copies of the images may have other modification times
+        # Besides the weights, maps depend on the network, the normalization, the precision and the images.
         others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
         others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
         name = fingerprint(model, data, config.seed, views, others)
@@ -251,8 +253,8 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     damaged = [mine[part].name for part in missing if mine[part].exists()]
     damaged = [name for names in run.host.gather(damaged) for name in names]
     if damaged:
-        told = f'{", ".join(damaged)} in {directory} are not what was written and are computed anew'
-        run.console.print(f'[yellow]warning:[/] {escape(told)}', soft_wrap=True)
+        message = f'{", ".join(damaged)} in {directory} are damaged and are computed again'
+        run.console.print(f'[yellow]warning:[/] {escape(message)}', soft_wrap=True)
     if any(run.host.gather(missing)):
         plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
         problem = None
@@ -261,8 +263,8 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         except OSError as error:
             problem = error
         fail_together(run.host, problem)
-        told = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
-        run.console.print(told, soft_wrap=True, markup=False)
+        message = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
+        run.console.print(message, soft_wrap=True, markup=False)
 
     @torch.no_grad()
     def compute(images: Tensor) -> Tensor:

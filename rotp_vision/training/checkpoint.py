@@ -8,7 +8,6 @@ name, forced to disk, renamed, and only then are older ones removed.
 import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,17 +19,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rotp_vision.hub import open_by_umask
+from rotp_vision.files import force_to_disk, open_by_umask
 
 MODEL, STATE, MANIFEST = 'model.safetensors', 'state.pt', 'manifest.json'
 
 
 @dataclass
 class Progress:
-    """How far a run is; what a continued run must know besides tensors. Plain values, stored as JSON."""
+    """How far a run is, and all else that a continued run needs besides tensors; plain values, stored as JSON."""
 
     stage: int = 1
-    epoch: int = 0  # the epoch under way
+    epoch: int = 0  # the current epoch
     step: int = 0  # steps of it that are done
     loss_sum: float = 0.0  # over these steps
     best: dict[str, float] = field(default_factory=dict)  # best checkpoint of each stage: name → top-1 accuracy
@@ -40,18 +39,18 @@ class Progress:
     summary: dict[str, dict[str, float]] = field(default_factory=dict)  # rows of the table at the end
     pools: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # options of each ROT pool, which calibration chooses
+    )  # options of each ROT pool, as calibration chose them
     simpler: dict[str, list[float]] = field(default_factory=dict)  # poolings to compare with: power and gain by title
-    broken: list[str] = field(default_factory=list)  # names of unreadable images met so far
-    data: dict[str, Any] = field(default_factory=dict)  # the images, as `sources.inventory` tells them
+    broken: list[str] = field(default_factory=list)  # names of the unreadable images so far
+    data: dict[str, Any] = field(default_factory=dict)  # `sources.inventory` of the splits
 
     @property
     def name(self) -> str:
-        """Name of this point's checkpoint; names sort in the order of the run."""
+        """Name of the checkpoint of this point; names sort in the order of the run."""
         return f'stage{self.stage}-epoch{self.epoch:04d}-step{self.step:06d}'
 
     def note_accuracy(self, top1: float) -> None:
-        """Makes this point the best of its stage if it is."""
+        """Record this point as the best of its stage if its accuracy is the highest so far."""
         stage = f'stage{self.stage}-'
         before = {name: value for name, value in self.best.items() if name.startswith(stage)}
         if all(top1 > value for value in before.values()):
@@ -59,7 +58,7 @@ class Progress:
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint as read."""
+    """A checkpoint that was loaded."""
 
     path: Path
     progress: Progress
@@ -76,12 +75,12 @@ def save_checkpoint(
     state: dict[str, Any],
     keep: int,
 ) -> Path:
-    """Writes a checkpoint of this point under `directory`, then removes all before it but the last and the best.
+    """Write a checkpoint of this point under `directory`, then remove all earlier ones but the last and the best.
 
-    What is later than this point cannot be of this run, which would have gone on from it: damaged, it goes as well.
+    Later checkpoints are removed too: the run would have continued from them, so they must be damaged.
 
     Raises:
-        OSError: with a message that says so where the disk is full; the checkpoints before are untouched.
+        OSError: if writing fails, with a message that says whether the disk is full; earlier checkpoints are kept.
     """
     path = directory / progress.name
     temporary = directory / f'.{progress.name}.tmp'
@@ -100,11 +99,11 @@ def save_checkpoint(
         (temporary / MANIFEST).write_text(text)
         for file in (temporary / MODEL, temporary / STATE, temporary / MANIFEST, temporary):
             force_to_disk(file)
-        _remove(path)  # a damaged one of the same point; a directory cannot be renamed onto a full one
+        _remove(path)  # a damaged one of the same point, because a directory cannot replace one that is not empty
         temporary.rename(path)
         force_to_disk(directory)
     except (OSError, RuntimeError, SafetensorError) as error:
-        explained = _explained(error, directory)  # while what was written still takes its room
+        explained = _explained(error, directory)  # before the removal frees disk space
         shutil.rmtree(temporary, ignore_errors=True)
         raise explained from error
     earlier = [old for old in list_checkpoints(directory) if old.name <= path.name]
@@ -116,35 +115,18 @@ def save_checkpoint(
 
 
 def _remove(path: Path) -> None:
-    """Takes a checkpoint's name away before its files, so that half of one is never taken for a whole one."""
+    """Remove a checkpoint; it is renamed first, so that an interruption leaves no partial one under its name."""
     if path.exists():
         shutil.rmtree(path.rename(path.with_name(f'.{path.name}.old')))
 
 
-def force_to_disk(path: Path) -> None:
-    """Returns when a file's content (a directory's entries) would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replaces a small text file in one move."""
-    temporary = path.with_name(f'.{path.name}.tmp')
-    temporary.write_text(text)
-    force_to_disk(temporary)
-    temporary.replace(path)
-
-
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Finished checkpoints, oldest point of the run first; what an interruption left unfinished is not among them."""
+    """Complete checkpoints in the order of the run."""
     return sorted(path for path in directory.glob('stage*-epoch*-step*') if path.is_dir())
 
 
 def clear_leftovers(output: Path) -> None:
-    """Removes what a run that was killed left half made, or half removed, in its directory; all of it is hidden."""
+    """Remove the temporary files, all hidden, that a killed run left in its directory."""
     for pattern in ('.*.tmp', '.export.*', 'export/.*.tmp', 'checkpoints/.stage*'):
         for path in output.glob(pattern):
             if path.is_dir():
@@ -154,7 +136,7 @@ def clear_leftovers(output: Path) -> None:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads and verifies a checkpoint; ValueError says what is wrong with it."""
+    """Load and verify a checkpoint; a ValueError says what is wrong with it."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         if manifest.pop('digest') != _manifest_digest(manifest):
@@ -165,12 +147,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
         model = load_file(path / MODEL)
         state = torch.load(path / STATE, map_location='cpu', weights_only=True)
         return Checkpoint(path, Progress(**manifest['progress']), manifest['config'], model, state)
-    except Exception as error:  # whatever is wrong with it, there may be one before it
+    except Exception as error:  # a damaged file may raise anything
         raise ValueError(f'{path} is not a whole checkpoint: {error!r}') from error
 
 
 def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint that `resume` (auto, never or a path) means, and warnings about damaged ones passed over."""
+    """The checkpoint that `resume` (auto, never or a path) selects, and warnings about damaged ones."""
     warnings: list[str] = []
     candidates = list_checkpoints(directory)
     if resume == 'never':

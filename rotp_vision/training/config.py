@@ -18,7 +18,7 @@ Trained = Literal['pool', 'pool+classifier', 'all']
 
 @dataclass
 class DataConfig:
-    """Images and what is done to them before the network sees them.
+    """Images and their preprocessing.
 
     Args:
         source: `folder` (class directories under train/ and val/), `hf` (Hugging Face datasets: a hub name, a directory
@@ -33,7 +33,7 @@ class DataConfig:
         train_images: training images of a stream whose size is not published, or of the generated set.
         val_images: validation images of a stream whose size is not published, or of the generated set.
         num_classes: classes the data must have; unset takes what is found (`generated` has at most 8).
-        image_size: side of the square the network sees, in pixels.
+        image_size: side of the network's square input, in pixels.
         crop_pct: share of the resized image that evaluation keeps.
         scale: smallest and largest share of the image's area a random training crop takes; (1, 1) crops nothing.
         ratio: smallest and largest aspect ratio of a random training crop.
@@ -87,7 +87,7 @@ class ModelConfig:
 
 @dataclass
 class PoolConfig:
-    """The pooling that stage 2 puts in.
+    """The pooling of stage 2.
 
     Args:
         options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, or `paper` for the
@@ -144,16 +144,16 @@ class StageConfig:
 
 @dataclass
 class PoolStageConfig(StageConfig):
-    """How stage 2, the one with ROTP, is optimised: the fields of stage 1, of which `lr` is not the pooling's.
+    """How stage 2, the one with ROTP, is optimised: the fields of stage 1, where `lr` does not apply to the pooling.
 
     Args:
         pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
-        calibrate: training images, as evaluation sees them, on which view, prior, temperature and gain of the pooling
-            are chosen before it trains; 0 starts it as `pool.options` say.
+        calibrate: number of training images, with the evaluation transform, on which view, prior, temperature and gain
+            of the pooling are chosen before it trains; 0 starts it with `pool.options`.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
-        cache_views: augmented views stored per image, used in turn; 0 stores the image as evaluation sees it.
-        cache_dir: where the maps go; unset for OUTPUT/cache.
+        cache_views: augmented views stored per image, used in turn; 0 stores the image with the evaluation transform.
+        cache_dir: directory of the maps; unset for OUTPUT/cache.
     """
 
     epochs: int = 10
@@ -175,22 +175,23 @@ class RunConfig:
 
     Args:
         output: directory of the run: checkpoints, metrics, pictures, export.
-        resume: auto continues the run in `output` (or starts it), never refuses to touch one, a path continues from
-            that checkpoint.
+        resume: auto continues the run in `output` (or starts it), never raises an error if there is one, a path
+            continues from that checkpoint.
         allow_changed_data: continue a run although its classes or images are not those that it began with.
         dry_run: print the plan and a time estimate from a few steps, write nothing.
         evaluate: only evaluate: a checkpoint directory, an exported directory, or a weights file of the configured
             network, native or with the configured pooling; `model` for the network as configured.
         seed: of initial weights, order, augmentation and the generated images.
         global_batch_size: images per optimizer step over all processes; the same run on any number of processes.
-        mixed_precision: auto takes what the launcher says.
+        mixed_precision: auto takes the launcher's setting.
         channels_last: memory format of images and weights.
         compile: compile the network with torch.compile.
-        sync_batchnorm: batch statistics over all processes (GPU), so that they too do not depend on their number.
-        deterministic: refuse operations whose result varies from run to run (needed for bit-exact runs on GPU).
+        sync_batchnorm: synchronise batch statistics over all processes (GPU), so that they do not depend on their
+            number.
+        deterministic: allow only deterministic operations (needed for bit-exact runs on GPU).
         log_every: steps between two rows of steps.csv.
         checkpoint_minutes: minutes between two checkpoints inside an epoch; 0 for at epoch ends only.
-        checkpoint_steps: steps between two checkpoints inside an epoch, beside those by time; 0 for none.
+        checkpoint_steps: steps between two checkpoints inside an epoch, besides those by time; 0 for none.
         keep: last checkpoints kept, besides the best; at least 2.
         trackers: Accelerate's trackers, such as [tensorboard] or [wandb]; CSV is always written.
         data: the images.
@@ -224,7 +225,7 @@ class RunConfig:
     stage2: PoolStageConfig = field(default_factory=PoolStageConfig)
 
 
-# What may differ between a run and its continuation: none of it changes a number that the run computes.
+# Settings that may differ between a run and its continuation, because no computed number depends on them.
 FREE_ON_RESUME = (
     *('output', 'resume', 'allow_changed_data', 'dry_run', 'evaluate', 'log_every', 'keep', 'trackers'),
     *('checkpoint_minutes', 'checkpoint_steps'),
@@ -260,7 +261,7 @@ def parse_config(args: Sequence[str] | None = None) -> RunConfig:
 
 
 def check_config(config: RunConfig) -> None:
-    """A ValueError names the first setting that makes no sense by itself or beside another."""
+    """Raise a ValueError for the first setting that is invalid, alone or together with another."""
     data, stage1, stage2 = config.data, config.stage1, config.stage2
 
     def need(right: bool, name: str, must: str, value: object) -> None:
@@ -308,13 +309,13 @@ def check_config(config: RunConfig) -> None:
 
 
 def to_dict(config: RunConfig) -> dict[str, Any]:
-    """The settings as nested values that YAML and JSON give back as they were: the form in which they are stored."""
+    """The settings as nested plain values, which YAML and JSON store without loss."""
     return dataclasses.asdict(config, dict_factory=_plain)
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What a continued run may not change, one line per setting: `stage1.lr: 0.1 → 0.2`."""
-    free = {*FREE_ON_RESUME, *EPOCHS}  # of the latter see `changed_epochs`
+    """Differences that a continued run must not have, one line per setting: `stage1.lr: 0.1 → 0.2`."""
+    free = {*FREE_ON_RESUME, *EPOCHS}  # `changed_epochs` checks the latter
     if new['data']['streaming']:
         free.remove('data.workers')  # the order of a stream depends on them
     before, after = dict(flat(old)), dict(flat(new))
@@ -323,16 +324,16 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def changed_epochs(old: Mapping[str, Any], new: Mapping[str, Any], stage: int, done: int) -> list[str]:
-    """What a continued run says of stages that it makes longer or shorter than they were planned, one line each.
+    """One line for each stage whose number of epochs a continued run changes.
 
     Args:
         old: the settings of the checkpoint.
         new: those of its continuation.
-        stage: the stage that the checkpoint is in.
-        done: epochs of that stage that are done or under way.
+        stage: the stage of the checkpoint.
+        done: epochs of that stage that are done or have begun.
 
     Raises:
-        ValueError: if that stage, or one before it, has passed the number already.
+        ValueError: if that stage, or one before it, has already passed the new number.
     """
     lines = []
     for number, key in enumerate(('stage1', 'stage2'), 1):
@@ -345,7 +346,7 @@ def changed_epochs(old: Mapping[str, Any], new: Mapping[str, Any], stage: int, d
                 f'{before}, or start a new run with a checkpoint of that stage as --model.checkpoint'
             )
         if number == stage and after < done:
-            raise ValueError(f'{key}.epochs must be at least {done}, which are done or under way, got {after}')
+            raise ValueError(f'{key}.epochs must be at least {done}, which are done or have begun, got {after}')
         lines.append(
             f'{key}.epochs: {before} → {after}; the learning rate follows the schedule of {after} epochs from here on'
         )
@@ -366,7 +367,7 @@ def flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any
 
 
 def _fields(cls: type, prefix: str = '') -> dict[str, bool]:
-    """Every dotted key of a config class, and whether it takes keys of its own."""
+    """Every dotted key of a config class, and whether it may have arbitrary subkeys."""
     keys = {}
     for item in dataclasses.fields(cls):
         nested = item.type if isinstance(item.type, type) and dataclasses.is_dataclass(item.type) else None
@@ -390,7 +391,7 @@ def _normalized(args: Sequence[str]) -> Iterator[str]:
 
 
 def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
-    """One message per key that no field has, with the nearest name there is."""
+    """One message per unknown key, with the closest known one."""
     known = _fields(RunConfig)
     tools = ('config', 'help', 'print_config', 'print_shtab')
 

@@ -1,8 +1,7 @@
-"""Batches: order, augmentation and evaluation as functions of (seed, epoch, index) alone.
+"""Batches whose order and augmentation are functions of (seed, epoch, index) alone.
 
-Nothing here has a state that a checkpoint would have to hold: batch `step` of epoch `epoch` is the same whether the
-run came there directly or was resumed, whatever the number of data workers; and the images of a step are the same
-whatever the number of processes.
+Nothing here has state that belongs in a checkpoint: batch `step` of epoch `epoch` is the same in a resumed run and for
+any number of data workers, and the images of a step are the same for any number of processes.
 """
 
 import itertools
@@ -24,22 +23,22 @@ Transform = Callable[[Any], Tensor]
 
 
 class Batch(NamedTuple):
-    """What a loader yields."""
+    """A batch of images."""
 
     images: Tensor  # (B, 3, H, W)
     labels: Tensor  # (B,)
-    broken: list[str]  # names of the images that could not be read on the way
+    broken: list[str]  # names of the images that could not be read
 
 
 class Shard(NamedTuple):
-    """Which process of how many."""
+    """Rank of a process and number of processes."""
 
     rank: int
     processes: int
 
 
 def preprocessing(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
-    """How evaluation sees an image, in timm's words: of `create_transform` and of a model's `pretrained_cfg`."""
+    """The evaluation transform in the keys of timm's `create_transform` and `pretrained_cfg`."""
     return {
         'input_size': (3, config.image_size, config.image_size),
         'interpolation': 'bicubic',
@@ -67,7 +66,7 @@ def transforms(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ..
 
 
 def apply_seeded(transform: Transform, image: Any, *seeds: int) -> Tensor:
-    """`transform(image)` under random state of its own; the process's is left as it was."""
+    """`transform(image)` with its own random state; that of the process does not change."""
     state = random_state() if get_worker_info() is None else None  # nothing else draws in a data worker
     seed_all(*seeds)
     try:
@@ -78,7 +77,7 @@ def apply_seeded(transform: Transform, image: Any, *seeds: int) -> Tensor:
 
 
 class TrainImages(Dataset):
-    """Augmented images of one epoch. An unreadable one is replaced by the next readable one, and named."""
+    """Augmented images of one epoch. An unreadable one is reported and replaced by the next readable one."""
 
     def __init__(self, source: Source, transform: Transform, seed: int, epoch: int):
         self.source, self.transform, self.seed, self.epoch = source, transform, seed, epoch
@@ -99,9 +98,9 @@ class TrainImages(Dataset):
 
 
 class ValImages(Dataset):
-    """Images as evaluation sees them. An unreadable one is left out, and named: another would falsify the result.
+    """Images with the evaluation transform. An unreadable one is reported and left out, not replaced by another.
 
-    With `filler` it is that image, of label -1, instead: for those who need every place taken.
+    With a `filler` it is replaced by that image with label -1, for callers that need one entry per image.
     """
 
     def __init__(self, source: Source, transform: Transform, filler: Tensor | None = None):
@@ -121,8 +120,8 @@ class ValImages(Dataset):
 class StreamImages(IterableDataset):
     """Images of a stream, for training (endless, augmented, shuffled) or evaluation (once, in order).
 
-    In training an unreadable row is replaced by the next readable one, so that the place in the stream alone says which
-    images came before it: the first `skip` rows, those before an interruption, need not be decoded to be passed over.
+    In training an unreadable row is replaced by the next readable one, so that the position in the stream determines
+    which images came before it: the first `skip` rows, those before an interruption, are skipped without decoding.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class StreamImages(IterableDataset):
                 broken = []
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        # Shards are uneven: in training, a process that comes to its end early goes round again.
+        # Shards differ in length: in training, a process that reaches the end of its own starts again.
         for lap in itertools.count():
             epoch = self.epoch + 1_000_000 * lap
             yield from self.source.rows(*self.shard, shuffle_seed=self.seed, epoch=epoch)
@@ -166,7 +165,7 @@ class StreamImages(IterableDataset):
 
 
 def collate(samples: list[tuple[Tensor | None, int, list[str]]]) -> Batch:
-    """A batch of the samples that have an image."""
+    """Collate the samples that have an image."""
     kept = [(image, label) for image, label, _ in samples if image is not None]
     images = torch.stack([image for image, _ in kept]) if kept else torch.empty(0)
     broken = [name for _, _, names in samples for name in names]
@@ -174,14 +173,14 @@ def collate(samples: list[tuple[Tensor | None, int, list[str]]]) -> Batch:
 
 
 def steps_per_epoch(length: int, global_batch: int) -> int:
-    """Whole global batches in an epoch; the rest of a permutation is left for other epochs' permutations."""
+    """Number of global batches in an epoch; the remaining images of the permutation are dropped."""
     if length < global_batch:
         raise ValueError(f'global_batch_size must be at most the {length} training images, got {global_batch}')
     return length // global_batch
 
 
 def split_batch(global_batch: int, processes: int, accumulation: int) -> int:
-    """Images of one forward pass on one process."""
+    """Number of images of one forward pass on one process."""
     size, rest = divmod(global_batch, processes * accumulation)
     if rest:
         raise ValueError(
@@ -194,7 +193,7 @@ def split_batch(global_batch: int, processes: int, accumulation: int) -> int:
 def epoch_batches(
     length: int, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int
 ) -> list[list[int]]:
-    """Indices of the forward passes of one process, from step `start` of an epoch on.
+    """Indices of the images of each forward pass of one process, from step `start` of an epoch on.
 
     A step takes the next `global_batch` images of the epoch's permutation; its forward passes and the processes divide
     them, so that a step's images do not depend on the number of processes.
@@ -222,7 +221,7 @@ def train_loader(
     size = split_batch(global_batch, shard.processes, accumulation)
     if isinstance(source, StreamSource):
         passes, workers = start * accumulation, max(config.workers, 1)
-        # Workers serve the batches in turn; what the least busy one has served is passed over by all unread.
+        # Workers yield batches in turn, so each skips as many rows unread as the one with the fewest batches yielded.
         dataset = StreamImages(source, transform, shard, seed=seed, epoch=epoch, skip=passes // workers * size)
         stream = iterate(DataLoader(dataset, size, collate_fn=collate, drop_last=True, **_loading(config)))
         for _ in range(passes):
@@ -235,7 +234,7 @@ def train_loader(
 def val_loader(
     source: Source | StreamSource, transform: Transform, config: DataConfig, batch_size: int, shard: Shard
 ) -> Iterator[Batch]:
-    """Batches of one process's share of the validation images: every one in exactly one process, none twice."""
+    """Batches of one process's share of the validation images; every image belongs to exactly one process."""
     if isinstance(source, StreamSource):
         dataset = StreamImages(source, transform, shard, seed=None, epoch=0, skip=0)
         return iterate(DataLoader(dataset, batch_size, collate_fn=collate, **_loading(config)))
@@ -245,19 +244,19 @@ def val_loader(
 def shard_loader(
     dataset: TrainImages | ValImages, config: DataConfig, batch_size: int, shard: Shard
 ) -> Iterator[Batch]:
-    """Batches of every processes-th image from the rank-th on, each once and in order."""
+    """Batches of the images rank, rank + processes, rank + 2 · processes, … in order."""
     mine = range(shard.rank, len(dataset), shard.processes)
     batches = [list(mine[first : first + batch_size]) for first in range(0, len(mine), batch_size)]
     return chosen_loader(dataset, config, batches)
 
 
 def chosen_loader(dataset: TrainImages | ValImages, config: DataConfig, batches: list[list[int]]) -> Iterator[Batch]:
-    """Batches of the images at given places."""
+    """Batches of the images at given indices."""
     return iterate(DataLoader(dataset, batch_sampler=batches, collate_fn=collate, **_loading(config)))
 
 
 def _loading(config: DataConfig) -> dict[str, Any]:
-    # A generator of its own: a loader draws a base seed, which would move the process's random state at every start.
+    # With its own generator the loader does not draw its base seed from the random state of the process.
     return {
         'num_workers': config.workers,
         'pin_memory': torch.cuda.is_available(),

@@ -1,4 +1,4 @@
-"""What a person gets to see of a run: its plan, and at the end tables, pictures and the exported model."""
+"""Output of a run: its plan at the start, and tables, pictures and the exported model at the end."""
 
 import json
 import math
@@ -9,11 +9,11 @@ import timm
 import torch
 from torch import nn
 
-from rotp_vision.hub import TORCHVISION, open_by_umask, save_pretrained, write_state_dict
+from rotp_vision.files import open_by_umask, write_atomically
+from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
-from rotp_vision.training.checkpoint import write_atomically
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
@@ -23,8 +23,8 @@ from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_map
 
 NATIVE = 'native pooling'
 
-# Of what timm publishes with weights, an export keeps what is true of any weights of the network, and the terms and
-# sources of those that the run began with; not their tag, labels or sizes.
+# From timm's pretrained_cfg an export keeps what holds for any weights of the network, and the license and origin of
+# the weights that the run started from, but not their tag, labels or sizes.
 OF_THE_NETWORK = ('first_conv', 'classifier', 'fixed_input_size', 'min_input_size')
 OF_THE_BEGINNING = ('license', 'origin_url', 'paper_name', 'paper_ids')
 
@@ -35,7 +35,7 @@ def pool_title(config: PoolConfig) -> str:
 
 
 def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, steps: int) -> None:
-    """What a stage is about to do."""
+    """Print what a stage is about to do."""
     config = run.config
     total, trained = count_parameters(model)
     micro = split_batch(config.global_batch_size, run.shard.processes, settings.accumulation)
@@ -64,19 +64,19 @@ def _rates(settings: StageConfig) -> str:
     return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
 
 
-def finish(run: Run, model: nn.Module, told: str | None) -> None:
-    """Tables, pictures and the exported model; `told` is said of the pooling below the table."""
+def finish(run: Run, model: nn.Module, note: str | None) -> None:
+    """Export the model, print the tables and draw the pictures; `note` is printed below the table."""
     progress, output = run.progress, run.output
-    loading = export(model, run.config, output / 'export', run.val.classes)  # first: no picture may cost it
+    loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
     run.place(model)
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
-    if told:
-        run.console.print(told, soft_wrap=True, markup=False)
+    if note:
+        run.console.print(note, soft_wrap=True, markup=False)
     for title, metrics in progress.summary.items():
         if not math.isfinite(metrics['loss']):
             run.console.print(
-                f'warning: with {title} the validation loss is not finite, so what is exported is of no use. Lower the '
+                f'warning: with {title} the validation loss is not finite, so the exported model is useless. Lower the '
                 'learning rate, lengthen the warm-up or clip gradients, and start anew',
                 soft_wrap=True,
                 markup=False,
@@ -92,7 +92,7 @@ def finish(run: Run, model: nn.Module, told: str | None) -> None:
 
 
 def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequence[str]) -> str:
-    """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
+    """Write safetensors and config.json in timm's layout; returns the line that loads them."""
     name, kwargs = config.model.name, config.model.kwargs
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
     if rot_pools(model):
@@ -112,7 +112,7 @@ def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequen
 
 
 def _describe(path: Path, model: nn.Module, config: RunConfig, classes: Sequence[str]) -> None:
-    """Has an export's config.json say what the run saw and trained; it was what timm publishes with that name."""
+    """Replace timm's pretrained_cfg in an exported config.json by that of the run."""
     written = json.loads(path.read_text())
     published = written['pretrained_cfg']
     kept = OF_THE_NETWORK
@@ -128,7 +128,7 @@ def _describe(path: Path, model: nn.Module, config: RunConfig, classes: Sequence
 
 
 def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
-    """Writes looked.png, validation images and the weight of each place; nothing where no pooling is a global one."""
+    """Draw looked.png, validation images with the weight of each place, if the model has one global ROT pool."""
     if isinstance(run.val, StreamSource):
         return []
     dataset = ValImages(run.val, run.val_transform)
@@ -138,7 +138,7 @@ def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
     try:
         maps = pool_maps(model, images)
     except ValueError as error:
-        run.console.print(f'no picture of where the pooling looks: {error}', soft_wrap=True, markup=False)
+        run.console.print(f'looked.png is not drawn: {error}', soft_wrap=True, markup=False)
         return []
     names = run.val.classes
     titles = [

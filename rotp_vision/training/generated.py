@@ -44,7 +44,7 @@ def generate(
     # The signed distance, cut off half a pixel to either side of the edge, is the coverage of a pixel.
     cover = np.clip(0.5 - _distance(CLASSES[label], x, y) * radius, 0, 1)[..., None]
     patch = image[low[0] : high[0], low[1] : high[1]]
-    # A colour away from the background's own, so that the object can be seen but not told by its colour.
+    # A colour unlike the background's, so that the object is visible but its colour does not reveal the class.
     mean = patch.mean((0, 1))
     colour = np.where(mean > 0.5, mean - rng.uniform(0.3, 0.5, 3), mean + rng.uniform(0.3, 0.5, 3))
     patch += cover * (colour - patch)

@@ -33,10 +33,10 @@ def build_model(
 
     Args:
         config: the network.
-        num_classes: of the data.
-        new_classifier: whether the classifier starts anew where the weights have another number of classes; else they
-            are refused.
-        notify: told, in one line, where it does.
+        num_classes: number of classes of the data.
+        new_classifier: whether to use a new classifier if the weights have another number of classes; otherwise a
+            ValueError is raised.
+        notify: called with one line if the classifier is new.
     """
     kwargs: dict[str, Any] = dict(config.kwargs)
 
@@ -83,7 +83,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def published_classes(config: ModelConfig) -> int | None:
-    """Classes that the published weights of a timm name know; None where that is not known."""
+    """Number of classes of the published weights of a timm model; None if unknown."""
     if config.name.startswith(TORCHVISION) or not timm.is_model(config.name):
         return None
     cfg = timm.get_pretrained_cfg(config.name)
@@ -93,7 +93,7 @@ def published_classes(config: ModelConfig) -> int | None:
 def convert_model(
     model: nn.Module, config: PoolConfig, pools: Mapping[str, Mapping[str, Any]] | None = None
 ) -> nn.Module:
-    """The network with its pooling replaced by ROTP: as configured, or by pools of the given options at their paths."""
+    """Replace the pooling by ROTP: as configured, or by pools with the given options at their paths."""
     for path, options in (pools or {}).items():
         model = convert(model, options, [path])
     if pools:
@@ -102,8 +102,9 @@ def convert_model(
 
 
 def synchronized(model: nn.Module) -> nn.Module:
-    """The network with batch statistics over all processes. timm's function keeps the activations of its norm layers,
-    if it is called once.
+    """The network with batch norm synchronised over processes.
+
+    timm's function keeps the activations of its norm layers, but only when it is called once.
     """
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return model
@@ -113,8 +114,8 @@ def synchronized(model: nn.Module) -> nn.Module:
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
     """The network of a checkpoint of a run, of an exported directory or of a weights file.
 
-    The directories know what they are of, and so does the weights file in one. Any other file is of the configured
-    network, with the configured pooling where it has more weights than the native network.
+    A directory describes its network, also if its weights file is given. Any other file must fit the configured
+    network, with the configured pooling if it has more weights than the native network.
     """
     place = Path(path)
     directory = place.parent if place.name == MODEL else place
@@ -137,7 +138,7 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
     state = load_weights(place)
     model = build_model(replace(config, pretrained=False, checkpoint=None), num_classes)
     what = f'{path} does not fit the configured network and pooling'
-    cure = 'give the settings of its run, or the directory of the checkpoint or export, which knows them'
+    cure = 'give the settings of its run, or the directory of the checkpoint or export, which holds them'
     if state.keys() - model.state_dict().keys():
         try:
             model = convert_model(model, pool)
@@ -148,21 +149,21 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
 
 
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of the images that a network expects."""
+    """Mean and standard deviation with which the network expects images to be normalized."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     cfg = cfg if isinstance(cfg, Mapping) else vars(cfg)
     return tuple(cfg.get('mean', (0.485, 0.456, 0.406))), tuple(cfg.get('std', (0.229, 0.224, 0.225)))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Parameters of a network, and those of them that are trained."""
+    """Number of parameters of a network, and of those that are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 @torch.no_grad()
 def map_shape(model: nn.Module, image_size: int) -> tuple[int, int, int]:
-    """(C, H, W) of the map that goes into the pooling."""
+    """Shape (C, H, W) of the input of the pooling."""
     if not (hasattr(model, 'forward_features') and hasattr(model, 'forward_head')):
         raise ValueError('stage2.cache_features needs a timm model (forward_features and forward_head)')
     device = next(model.parameters()).device

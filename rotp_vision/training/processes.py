@@ -1,4 +1,4 @@
-"""Processes of a run: the launch check, agreement between them, signals, random state."""
+"""Processes of a run: the launch check, communication between hosts, signals, random state."""
 
 import errno
 import fcntl
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raises where a launcher started several processes that do not know of each other, or shards the model."""
+    """Raise if a launcher started several processes that are not connected, or shards the model."""
     world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1 and accelerator.num_processes == 1:
         raise RuntimeError(
@@ -45,12 +45,12 @@ _held: dict[Path, TextIO] = {}
 
 
 def hold(directory: Path) -> None:
-    """Keeps other runs out of a directory until this process ends, however it does; ValueError says who is in it."""
+    """Lock a directory against other runs until this process ends; a ValueError names the run that holds the lock."""
     if directory in _held:
         return
     file = (directory / '.lock').open('a+')
     try:
-        # Not flock, whose lock the data workers of a process that was killed would hold a while longer.
+        # Not flock, whose lock the data workers of a killed process would hold for a while.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
@@ -66,7 +66,7 @@ def hold(directory: Path) -> None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """ValueError names the first tracker that is not installed: Accelerate would go on without it."""
+    """Raise a ValueError for a tracker that is not installed, which Accelerate would ignore."""
     known, there = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
     for name in names:
         if name not in known:
@@ -76,7 +76,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class HostGroup:
-    """Agreement between the host sides of all processes, over gloo: it never waits for a GPU."""
+    """Communication between the hosts of all processes, over gloo: it does not synchronise with a GPU."""
 
     def __init__(self, accelerator: Accelerator):
         self.group: dist.ProcessGroup | None = None
@@ -102,15 +102,15 @@ class HostGroup:
         return values
 
     def wait(self) -> None:
-        """Returns when every process has come here."""
+        """Wait until every process has called this."""
         self.sum(0)
 
 
 class LossWatch:
-    """The loss on the host without stopping the device's queue.
+    """Reads the loss on the host without stalling the device.
 
-    `record` is called when the forward pass has been queued, `read` when the backward pass has been: by then the device
-    is busy with it, and waiting for the loss costs it nothing.
+    Call `record` after queueing the forward pass and `read` after queueing the backward pass: `read` synchronises with
+    the end of the forward pass, while the device is busy with the backward pass.
     """
 
     def __init__(self, device: torch.device):
@@ -130,7 +130,7 @@ class LossWatch:
 
 
 class KeptBuffers:
-    """A module's buffers as they were before a step: a forward pass moves batch statistics, good or bad."""
+    """Copies of a module's buffers from before a step, because a forward pass with NaN spoils batch statistics."""
 
     def __init__(self, module: nn.Module):
         self.buffers = [buffer for buffer in module.buffers() if buffer.numel()]
@@ -144,7 +144,7 @@ class KeptBuffers:
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # one launch for all; it refuses none
+    if targets:  # one kernel launch for all; an empty list would raise
         torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -153,8 +153,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @contextmanager
 def stop_signals() -> Iterator[list[str]]:
-    """A list to which SIGTERM, SIGINT and SIGHUP append their names instead of ending the process; a second SIGINT
-    does. What the process was told to ignore, as nohup does with SIGHUP, stays ignored.
+    """A list to which SIGTERM, SIGINT and SIGHUP append their names instead of ending the process.
+
+    A SIGINT after another signal does end it. Signals that the process ignores, as under nohup, stay ignored.
     """
     caught: list[str] = []
 
@@ -173,26 +174,26 @@ def stop_signals() -> Iterator[list[str]]:
 
 
 def exit_status(name: str) -> int:
-    """The status with which shells expect a process to end that a signal stopped."""
+    """The exit status of a process that a signal stopped, by the convention of shells."""
     return 128 + signal.Signals[name]
 
 
 def iterate(loader: DataLoader) -> Iterator[Any]:
-    """The batches of a loader whose workers leave signals to the main process.
+    """The batches of a loader whose workers ignore stop signals.
 
-    Schedulers and terminals signal a whole process group. A worker that died of that would take the main process with
-    it in the middle of its last checkpoint.
+    Schedulers and terminals signal a whole process group. A worker that died of that would end the main process while
+    it writes its last checkpoint.
     """
     loader.worker_init_fn = _ignore_stop_signals
-    # Held back until a worker ignores them.
+    # Signals are blocked until the workers ignore them.
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         batches = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
     if loader.num_workers:
-        # At its end a process sends its workers a SIGTERM, which these do not hear, and waits for them. They end when
-        # the loader tells them to, before their queues close (priority 10).
+        # At exit a process sends its workers a SIGTERM, which these ignore, and waits for them. So the loader ends them
+        # first, before their queues close (priority 10).
         Finalize(batches, _end_workers, (weakref.ref(batches),), exitpriority=20)
     return batches
 
@@ -221,7 +222,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Puts the generators back as `random_state` found them."""
+    """Restore the generators to a state of `random_state`."""
     random.setstate(state['python'])
     name, keys, *rest = state['numpy']
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -231,7 +232,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_all(*numbers: int) -> None:
-    """Seeds Python, NumPy and torch from several numbers, none of which may be negative.
+    """Seed Python, NumPy and torch from several non-negative numbers.
 
     NumPy's seed sequence mixes them, so that neighbouring numbers give unrelated streams. On CPU this costs some 20 µs
     (`torch.manual_seed`, which looks for every kind of device, 300 µs).
@@ -246,7 +247,7 @@ def seed_all(*numbers: int) -> None:
 
 
 def share_buffers(module: nn.Module, accelerator: Accelerator) -> None:
-    """Gives every process the buffers of the main one, as DDP does before a forward pass in training."""
+    """Broadcast the buffers of the main process, as DDP does before a forward pass in training."""
     if accelerator.num_processes > 1:
         for buffer in module.buffers():
             dist.broadcast(buffer, 0)

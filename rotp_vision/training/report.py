@@ -1,4 +1,4 @@
-"""What a run shows: CSV files, tables and curves."""
+"""Reports of a run: CSV files, tables and curves."""
 
 import csv
 import io
@@ -13,12 +13,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from rotp_vision.training.checkpoint import write_atomically
+from rotp_vision.files import write_atomically
 from rotp_vision.visualize import save_figure
 
 
 class CsvLog:
-    """Rows in a CSV file; a continued run starts it anew from the rows its checkpoint holds."""
+    """Rows in a CSV file, which a continued run rewrites from the rows in its checkpoint."""
 
     def __init__(self, path: Path, rows: list[dict[str, Any]]):
         self.path, self.rows = path, rows
@@ -44,7 +44,7 @@ def _csv_text(rows: Sequence[dict[str, Any]], *, header: bool) -> str:
 
 
 def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None:
-    """Facts about what will run, one per line."""
+    """Print facts about what will run, one per line."""
     table = Table(title=title, title_justify='left', show_header=False, box=None, padding=(0, 2))
     for name, value in facts.items():
         table.add_row(name, escape(str(value)))
@@ -54,7 +54,7 @@ def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None
 def show_summary(
     console: Console, summary: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]
 ) -> None:
-    """Accuracy before and after, and the learned weights."""
+    """Print tables of the accuracies and of the learned weights."""
     table = Table(title='Validation', title_justify='left')
     for column in ('pooling', 'top-1 %', 'top-5 %', 'loss', 'images'):
         table.add_column(column, justify='left' if column == 'pooling' else 'right')

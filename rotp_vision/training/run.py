@@ -1,4 +1,4 @@
-"""What every part of a run shares, and evaluation."""
+"""The state that all parts of a run share, evaluation, and ending a run with an error message."""
 
 import os
 import socket
@@ -24,14 +24,14 @@ from rotp_vision.training.sources import Source, StreamSource
 
 @dataclass
 class Run:
-    """A run as one process sees it."""
+    """A run, in one of its processes."""
 
     config: RunConfig
-    stored_config: dict[str, Any]  # as checkpoints keep it
+    stored_config: dict[str, Any]  # as stored in checkpoints
     accelerator: Accelerator
     host: HostGroup
     console: Console
-    stop: list[str]  # names of the signals that came
+    stop: list[str]  # names of the signals received
     train: Source | StreamSource
     val: Source | StreamSource
     train_transform: Transform
@@ -53,23 +53,23 @@ class Run:
 
     @property
     def local_batch(self) -> int:
-        """Images of a batch that is not trained on."""
+        """Images per process of a batch in evaluation."""
         return max(self.config.global_batch_size // self.shard.processes, 1)
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device and in the memory format of the run."""
+        """Move the model to the device and memory format of the run."""
         model.to(self.accelerator.device)
         if self.config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
     def to_device(self, images: Tensor) -> Tensor:
-        """Images or maps, likewise, in float32."""
+        """Images or maps on that device, in that format and in float32."""
         images = images.to(self.accelerator.device, non_blocking=True).float()
         return images.contiguous(memory_format=torch.channels_last) if self.config.channels_last else images
 
     def note_broken(self, names: list[str]) -> None:
-        """Names, counts and remembers unreadable images of all processes; too many of them end the run."""
+        """Warn about new unreadable images of all processes and record them; too many of them end the run."""
         known, limit = self.progress.broken, self.config.data.max_broken
         new = {name for some in self.host.gather(names) for name in some} - set(known)
         for name in sorted(new):
@@ -86,7 +86,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batches: Iterator[Batch], expected: int) -> dict[str, float]:
-        """Loss and accuracy over all processes: sums and one count, in which every image is found exactly once."""
+        """Loss and accuracy over the images of all processes, each of which must be counted exactly once."""
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         broken: list[str] = []
@@ -113,17 +113,17 @@ class Run:
 
 
 def num_launched() -> int:
-    """Processes that the launcher started, known before they know of each other."""
+    """Number of processes that the launcher started, known before they are connected."""
     return int(os.environ.get('WORLD_SIZE', '1'))
 
 
 def is_first_process() -> bool:
-    """Whether this is the main process, likewise."""
+    """Whether this is the main process, known before they are connected."""
     return os.environ.get('RANK', '0') == '0'
 
 
 def fail(error: object) -> NoReturn:
-    """Ends the process with a message instead of a traceback; of several processes it says which it is."""
+    """End the process with a message instead of a traceback; with several processes it says which one failed."""
     who = ''
     if num_launched() > 1:
         who = f'process {os.environ.get("RANK")} on {socket.gethostname()}: '
@@ -132,21 +132,21 @@ def fail(error: object) -> NoReturn:
 
 
 def fail_once(error: object) -> NoReturn:
-    """The same for what all processes know: the main one speaks for them."""
+    """End the process because of an error that all processes have; only the main one prints it."""
     if is_first_process():
         print(f'error: {error}', file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def fail_together(host: HostGroup, problem: Exception | None) -> None:
-    """Ends all processes if any has a problem; the main one says which, and once what all share."""
+    """End all processes if any has a problem; the main one prints each distinct problem once."""
     problems = host.gather(None if problem is None else (str(problem), socket.gethostname()))
-    told: dict[str, list[str]] = {}
+    reports: dict[str, list[str]] = {}
     for rank, found in enumerate(problems):
         if found is not None:
-            told.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
-    if not told:
+            reports.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
+    if not reports:
         return
-    if len(told) == 1 and None not in problems:
-        fail_once(*told)
-    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in told.items()))
+    if len(reports) == 1 and None not in problems:
+        fail_once(*reports)
+    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in reports.items()))

@@ -1,4 +1,4 @@
-"""Where images come from: a folder, Hugging Face datasets, or the generated set; each checked before anything runs."""
+"""Sources of images: a folder, Hugging Face datasets, or the generated set, all checked before training starts."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.generated import CLASSES, generate
 
-MOST_CLASSES = 1_000_000  # of labels without names: a larger one is no class
+MOST_CLASSES = 1_000_000  # for labels without names: a larger label is taken for an error
 
 
 class Source(Protocol):
@@ -60,7 +60,7 @@ class FolderSource:
 
 
 class GeneratedSource:
-    """Small objects on textured backgrounds, made when asked for."""
+    """Small objects on textured backgrounds, generated on access."""
 
     def __init__(self, seed: int, split: int, length: int, size: int, num_classes: int):
         if not 2 <= num_classes <= len(CLASSES):
@@ -183,7 +183,7 @@ def _load_hub(config: DataConfig, split: str, given_length: int | None) -> HubSo
 
 
 def inventory(source: Source | StreamSource) -> dict[str, Any]:
-    """What tells a split from what it was before something came, went or was renamed, in plain values."""
+    """Plain values that change when classes or images of a split are added, removed or renamed."""
     digest = None
     if isinstance(source, FolderSource):
         prefix = len(str(source.directory)) + 1  # the folder may move
@@ -194,15 +194,17 @@ def inventory(source: Source | StreamSource) -> dict[str, Any]:
 
 
 def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """How the splits differ from what they were, one line each; both as {split: inventory}."""
+    """How the splits differ from what they were, one line per difference; both are {split: inventory}."""
     lines = []
     for split, new in now.items():
         old = before.get(split, {})
-        gone = [name for name in old.get('classes', ()) if name not in set(new['classes'])]
-        come = [name for name in new['classes'] if name not in set(old.get('classes', ()))]
-        if gone or come:
-            told = [f'{word} {", ".join(names[:5])}' for word, names in (('without', gone), ('with', come)) if names]
-            lines.append(f'{split}: classes {" and ".join(told)}')
+        removed = [name for name in old.get('classes', ()) if name not in set(new['classes'])]
+        added = [name for name in new['classes'] if name not in set(old.get('classes', ()))]
+        if removed or added:
+            parts = [
+                f'{word} {", ".join(names[:5])}' for word, names in (('without', removed), ('with', added)) if names
+            ]
+            lines.append(f'{split}: classes {" and ".join(parts)}')
         elif old['classes'] != new['classes']:
             lines.append(f'{split}: classes in another order')
         if old.get('images') != new['images']:
@@ -213,7 +215,7 @@ def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, Source | StreamSource]:
-    """Training and validation split, checked: there, not empty, and of the same, expected classes."""
+    """Training and validation split; raises if one is missing or empty, or if their classes differ."""
     if config.source == 'folder':
         root = Path(config.path or '')
         if not root.is_dir():
@@ -231,7 +233,7 @@ def open_sources(config: DataConfig, seed: int) -> tuple[Source | StreamSource, 
             raise ValueError(f'split {name!r} of {config.path} is empty')
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
-        # Numbers without names: of a small validation split the last ones may be missing.
+        # Classes without names are counted by their labels, and a small validation split may lack the last ones.
         numbered = config.source == 'hf' and train.classes[: len(val.classes)] == val.classes
         if odd and not numbered:
             raise ValueError(f'the splits must have the same classes; only one of them has {", ".join(odd[:5])}')

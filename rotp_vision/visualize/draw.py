@@ -1,4 +1,4 @@
-"""Maps over images, in the colours and scales that all pictures share."""
+"""Drawing maps over images; all pictures share colours and scales."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-# What is less and what is more than the middle; told apart by the colour-blind too.
+# Colours below and above the middle of a scale, which colour-blind readers can tell apart.
 WEIGHT_COLOURS = ('#5e3c99', '#e66101')
 EVIDENCE_COLOURS = ('#1b4f9c', '#c8102e')
-# Weight of a place over that of average pooling, the same in every picture: what is flat looks flat.
+# Weight of a place relative to average pooling: least, middle and most. Fixed, so that a flat map looks flat.
 WEIGHT_SCALE = (0.0, 1.0, 4.0)
 
 
@@ -25,14 +25,14 @@ def displayed(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndar
 
 
 def overlay_weight(axes: Axes, image: np.ndarray, weight: Tensor) -> ScalarMappable:
-    """The weight (h, w) of each place over the grey image: nothing is seen of it where it is as average pooling's."""
+    """Draw the weight (h, w) of each place over the grey image, transparent where it equals average pooling's."""
     return overlay(axes, image, weight.cpu().float() * weight.numel(), WEIGHT_COLOURS, WEIGHT_SCALE)
 
 
 def overlay(
     axes: Axes, image: np.ndarray, values: Tensor, colours: tuple[str, str], scale: tuple[float, float, float]
 ) -> ScalarMappable:
-    """A map over the grey image: the further from the middle of the scale, the less one sees of the image."""
+    """Draw a map over the grey image, the more opaque the further a value is from the middle of the scale."""
     height, width = image.shape[:2]
     grey = image @ np.array([0.299, 0.587, 0.114])
     smooth = F.interpolate(values[None, None], (height, width), mode='bilinear', align_corners=False)[0, 0].numpy()
@@ -47,19 +47,19 @@ def overlay(
 
 
 def plot_looked(images: Sequence[np.ndarray], weights: Sequence[Tensor], titles: Sequence[str]) -> Figure:
-    """Images, and below each how much the pooling weighs its places.
+    """Images, and below each the weight of its places in the pooling.
 
     Args:
         images: each (H, W, 3) in 0 … 1.
-        weights: each (h, w), of `pool_maps`.
-        titles: one for each.
+        weights: each (h, w), as `pool_maps` returns them.
+        titles: one per image.
     """
     figure = Figure(figsize=(1.7 * len(titles) + 0.8, 3.9), layout='constrained', dpi=120)
     panels = figure.subplots(2, len(titles), squeeze=False)
     drawn = None
     for (above, below), image, weight, title in zip(panels.T, images, weights, titles, strict=True):
         above.imshow(image)
-        above.set_title(title, fontsize=8, parse_math=False)  # a $ in a name begins no formula
+        above.set_title(title, fontsize=8, parse_math=False)  # a $ in a name does not begin a formula
         drawn = overlay_weight(below, image, weight)
         for axes in (above, below):
             axes.set_axis_off()

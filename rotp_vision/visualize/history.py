@@ -26,16 +26,18 @@ def plot_plans(plans: Sequence[Tensor], labels: Sequence[str]) -> Figure:
 
     Args:
         plans: each (D, N), not logarithms; the first axis is features, the second samples.
-        labels: one for each, such as 'epoch 10'.
+        labels: one per plan, such as 'epoch 10'.
     """
     if not plans or len(plans) != len(labels):
-        raise ValueError(f'plans and labels must be as many, and at least one, got {len(plans)} and {len(labels)}')
+        raise ValueError(
+            f'plans and labels must have the same length, at least one, got {len(plans)} and {len(labels)}'
+        )
     if any(plan.dim() != 2 for plan in plans):
         raise ValueError(f'plans must have shape (D, N), got {[tuple(plan.shape) for plan in plans]}')
     figure = Figure(figsize=(1.9 * len(plans) + 1.1, 3.4), layout='constrained')
     panels = np.atleast_1d(figure.subplots(1, len(plans), sharey=len({plan.shape for plan in plans}) == 1))
     pixels = [plan.detach().cpu().float().numpy() for plan in plans]
-    # Mass as the square root, so that a spread-out plan is still seen beside a sharp one.
+    # The colour shows the square root of the mass, so that a spread-out plan is visible beside a sharp one.
     scale = PowerNorm(0.5, vmin=0, vmax=max(float(plan.max()) for plan in pixels))
     drawn = None
     for axes, plan, label in zip(panels, pixels, labels, strict=True):
@@ -51,8 +53,8 @@ def plot_weights(history: Sequence[Mapping[str, Tensor]] | str | Path) -> Figure
     """Learned weights over epochs: a panel for each of α0 … α3, ρ, τ and the gain, a line for each module.
 
     Args:
-        history: what `ROTPool.named_weights` gave after each epoch; or a CSV file with the columns epoch, weight
-            (its name, behind the path of its layer), module and value. Of a gain per channel the mean is drawn.
+        history: what `ROTPool.named_weights` returned after each epoch; or a CSV file with the columns epoch, weight
+            (path of the layer, a dot and the name), module and value. Of a gain per channel the mean is drawn.
     """
     lines = _lines_of_file(Path(history)) if isinstance(history, (str, Path)) else _lines(history)
     if not lines:

@@ -1,4 +1,4 @@
-"""What a global pool made of images: where its plan put mass, and what speaks for a class."""
+"""Maps of a global ROT pool: the weight of each place, and what each place contributes to the logit of a class."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,42 +6,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.layers import ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.fold import TRANSPARENT, is_linear, run_layers
+from rotp_vision.surgery.head import find_any_global_pool
 
 
 class PoolMaps(NamedTuple):
-    """What the global ROT pool of a model made of B images, on its (h, w) grid."""
+    """Weights and contributions of the places of B images in the global ROT pool of a model, on its (h, w) grid."""
 
     path: str  # of the pool in the model
     logits: Tensor  # (B, classes), what the model returns
     weight: Tensor  # (B, h, w) Σ_d c_d P(n|d), c_d = |f_d| / Σ_d |f_d|: 1 / N everywhere for average pooling
     contributions: Tensor  # (B, D, h, w) g_d x_dn P(n|d), whose sum over places is the pooled feature
-    average: Tensor  # (B, D, h, w) x_dn / N, the same for average pooling
+    average: Tensor  # (B, D, h, w) x_dn / N, the contributions under average pooling
     classifier: nn.Linear | nn.Conv2d | None  # the linear layer that reads the pooled features and gives the logits
-    obstacle: str  # why there is none, '' if there is
+    obstacle: str  # why `classifier` is None; '' if it is not
 
 
 class Evidence(NamedTuple):
-    """What speaks for a class, place by place; `rotp` sums to the class's logit minus `bias`."""
+    """What each place contributes to the logit of a class; `rotp` sums to that logit minus `bias`."""
 
     class_index: Tensor  # (B,)
     bias: Tensor  # (B,)
     rotp: Tensor  # (B, h, w)
-    average: Tensor  # (B, h, w), the same for average pooling in the ROT pool's place
+    average: Tensor  # (B, h, w), the same with average pooling in place of the ROT pool
 
 
 def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
-    """Runs a model, in evaluation mode, and looks into its global ROT pool.
+    """Run a model in evaluation mode and compute the maps of its global ROT pool.
 
     Args:
         model: with one global ROT pool (`GlobalROTPool2d`, `MixedROTPool2d`, or `ROTSetPool` over a grid of tokens);
-            local ones may be there too. Its mode and hooks are as before afterwards.
+            it may have local ones too. Its mode and its hooks are restored afterwards.
         images: (B, 3, H, W) of any size the model takes, normalised.
     """
-    path, pool = _global_pool(model)
+    path, pool = find_any_global_pool(model)
     ran, logits = run_layers(model, (images,))
     index = next((i for i, call in enumerate(ran) if call.module is pool), None)
     if index is None:
@@ -60,9 +59,12 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
         if pool.gain is not None:
             contributions = contributions * pool.gain().to(contributions.dtype).view(1, -1, 1)
     if not torch.allclose(contributions.sum(2), pooled.to(contributions.dtype), rtol=1e-2, atol=_slack(pooled)):
-        raise ValueError(f'the output of {path} is not its features averaged under its plan: have its heads a gain?')
+        raise ValueError(
+            f'the output of {path} must be the average of its features under its plan, times its gain, but is not; '
+            'a mixed pooling whose heads have a gain of their own cannot be mapped'
+        )
 
-    # A set without any feature is averaged with the rows of all.
+    # The tiny number makes all features count equally where every pooled feature is zero.
     size = contributions.sum(2).abs() + torch.finfo(contributions.dtype).tiny
     after = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
     classifier, obstacle = None, ''
@@ -72,7 +74,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
         between = [f'{call.path} ({type(call.module).__name__})' for call in after]
         obstacle = f'{", ".join(between[:3])}{", …" if len(between) > 3 else ""} follows it, not a linear layer alone'
     elif not torch.equal(after[0].input.flatten(1), pooled) or not torch.equal(after[0].output.flatten(1), logits):
-        obstacle = f'a function stands before or after {after[0].path}'
+        obstacle = f'a function is applied before or after {after[0].path}'
     else:
         assert isinstance(after[0].module, (nn.Linear, nn.Conv2d))
         classifier = after[0].module
@@ -88,16 +90,16 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
 
 
 def evidence(maps: PoolMaps, class_index: int | Sequence[int] | Tensor | None = None) -> Evidence:
-    """What speaks for a class, place by place, with a linear classifier w right after the pool.
+    """What each place contributes to the logit of a class, by the linear classifier w right after the pool.
 
         E_n = Σ_d w_d g_d x_dn P(n|d),   Σ_n E_n = logit - bias
 
     Args:
-        maps: of `pool_maps`.
-        class_index: one class for all images, or one for each; None for the one that the model predicts.
+        maps: what `pool_maps` returned.
+        class_index: one class for all images, or one per image; None for the predicted one.
 
     Raises:
-        ValueError: if something else than a linear layer reads the pooled features, such as a norm.
+        ValueError: if the pooled features are not read by a linear layer alone, but by a norm layer for instance.
     """
     if maps.classifier is None:
         raise ValueError(
@@ -117,20 +119,11 @@ def evidence(maps: PoolMaps, class_index: int | Sequence[int] | Tensor | None = 
     return Evidence(classes, bias, ours, average)
 
 
-def _global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
-    pools = rot_pools(model)
-    found = [(path, pool) for path, pool in pools.items() if isinstance(pool, (MapPool, ROTSetPool))]
-    if len(found) != 1:
-        paths = ', '.join(path for path, _ in found) or 'none'
-        raise ValueError(f'model must have one global ROT pool, got {paths}; rotp_vision.convert puts it in')
-    return found[0]
-
-
 def _grid(num_tokens: int, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of tokens, in the proportions of the image."""
     rows = max(round((num_tokens * height / width) ** 0.5), 1)
     if num_tokens % rows:
-        raise ValueError(f'{num_tokens} tokens are no grid over an image of {height} × {width}')
+        raise ValueError(f'{num_tokens} tokens do not form a grid over an image of {height} × {width}')
     return rows, num_tokens // rows
 
 

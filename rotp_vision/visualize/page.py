@@ -1,4 +1,4 @@
-"""Maps of many images as a contact sheet and as a page."""
+"""Maps of many images as a contact sheet and as an HTML page."""
 
 import base64
 import html
@@ -12,10 +12,11 @@ from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 
+from rotp_vision.files import write_atomically
 from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
 from rotp_vision.visualize.draw import EVIDENCE_COLOURS, displayed, overlay, overlay_weight
-from rotp_vision.visualize.files import to_pixels, to_png, write_whole
+from rotp_vision.visualize.figures import to_pixels, to_png
 from rotp_vision.visualize.history import SYMBOLS
 from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
 
@@ -31,20 +32,20 @@ def visualize(
     data_config: Mapping[str, Any] | None = None,
     total: int | None = None,
 ) -> list[Path]:
-    """Draws, for every image, how much each place weighs and what speaks for a class, beside average pooling.
+    """Draw, for every image, the weight of each place and its contribution to a class, compared to average pooling.
 
-    Writes `sheet.png`, all images on one sheet, and `index.html`, a page that needs no other file, into `output`.
+    This writes `sheet.png`, all images on one sheet, and `index.html`, a page that needs no other file, into `output`.
     Where no linear classifier follows the pool, the evidence maps are left out and the page says why.
 
     Args:
-        model: with one global ROT pool. Runs where it is, in its precision.
+        model: with one global ROT pool. It runs on its device and in its dtype.
         images: image files.
-        output: directory, made if it is not there.
-        titles: what the images are called; None for the names of their files.
-        class_index: the class that evidence is for; None for the one predicted.
-        class_names: what the classes are called; None for what the model's `pretrained_cfg` says, if it does.
-        data_config: changes to how timm prepares images for this model: input_size, mean, std, crop_pct, …
-        total: how many images there were to choose from; the page says so where not all are drawn.
+        output: directory, which is created if it does not exist.
+        titles: titles of the images; None for their file names.
+        class_index: the class whose evidence is drawn; None for the predicted one.
+        class_names: names of the classes; None for those of the model's `pretrained_cfg`, if it has any.
+        data_config: what to change in timm's data config of the model: input_size, mean, std, crop_pct, …
+        total: number of images that these were chosen from; the page mentions it if not all are drawn.
 
     Returns:
         The two files.
@@ -73,16 +74,16 @@ def visualize(
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     sheet, page = output / 'sheet.png', output / 'index.html'
-    write_whole(sheet, to_png(_stacked(rows)))
+    write_atomically(sheet, to_png(_stacked(rows)))
     pool = model.get_submodule(maps.path)
     assert isinstance(pool, ROTPool)
     drawn = f'{len(paths)} of {total} images are drawn.' if total is not None and total != len(paths) else ''
-    write_whole(page, _page(maps, pool, sections, drawn).encode())
+    write_atomically(page, _page(maps, pool, sections, drawn))
     return [sheet, page]
 
 
 def _names_of(model: nn.Module) -> list[str] | None:
-    """What the model's configuration calls its classes, where it names them all."""
+    """The class names in the `pretrained_cfg` of the model, if it names every class."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     names = cfg.get('label_names') if isinstance(cfg, Mapping) else None
     return list(names) if isinstance(names, (list, tuple)) and len(names) == cfg.get('num_classes') else None
@@ -94,14 +95,14 @@ def _names_of(model: nn.Module) -> list[str] | None:
 def _draw_row(
     title: str, image: np.ndarray, maps: PoolMaps, found: Evidence | None, names: Sequence[str] | None
 ) -> np.ndarray:
-    """One image's panels as pixels (H, W, 3)."""
+    """The panels of one image as pixels (H, W, 3)."""
     num_panels = 2 if found is None else 4
     height, width = image.shape[:2]
     figure = Figure(figsize=(2.9 * num_panels, 2.55 * min(height / width, 2) + 0.6), layout='constrained', dpi=100)
     panels = figure.subplots(1, num_panels)
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
-    # Names are text: a $ in one begins no formula.
+    # parse_math is off because a $ in a name does not begin a formula.
     panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False)
     places = ' × '.join(str(size) for size in maps.weight[0].shape)
     panels[1].set_title(f'weight of a place ({places})\n1 = as average pooling', fontsize=9)
@@ -132,7 +133,7 @@ def _class_name(index: int, names: Sequence[str] | None) -> str:
 
 
 def _stacked(rows: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows one below the other, white where one is narrower."""
+    """Rows one below the other, narrower ones padded with white."""
     width = max(row.shape[1] for row in rows)
     return np.concatenate(
         [np.pad(row, ((0, 0), (0, width - row.shape[1]), (0, 0)), constant_values=255) for row in rows]
@@ -161,27 +162,28 @@ def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str], drawn: str) ->
         for name, value in pool.named_weights().items()
     )
     if maps.classifier is None:
-        told = f'No evidence maps: {html.escape(maps.obstacle)}.'
+        explanation = f'No evidence maps: {html.escape(maps.obstacle)}.'
     else:
-        told = (
+        explanation = (
             'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
-            'their sum and the bias are the logit. The two maps of an image have one scale. Average '
-            'pooling’s map is that of the same network with average pooling in the pool’s place.'
+            'their sum plus the bias is the logit. The two maps of an image share one scale. The map of average '
+            'pooling is that of the same network with average pooling in place of the pool.'
         )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>Where {html.escape(maps.path)} looks</title>
+<title>Weights and evidence of {html.escape(maps.path)}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
 h2 {{ font-size: 1.1rem; margin: 2rem 0 0; }} p {{ margin: .3rem 0; }} img {{ max-width: 100%; height: auto; }}
 table {{ border-collapse: collapse; margin: 1rem 0; }} th {{ text-align: left; font-weight: normal; }}
 th, td {{ padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
 </style></head><body>
-<h1>Where {html.escape(maps.path)} looks</h1>
+<h1>Weights and evidence of {html.escape(maps.path)}</h1>
 <p><code>{html.escape(type(pool).__name__)}({html.escape(pool.extra_repr())})</code></p>
 <table>{weights}</table>
-<p>The first map shows the weight with which each place is averaged, over the features by what they contribute; 1 is
-what average pooling gives every place, orange is more, purple is less, on one scale in all pictures. {told} {drawn}</p>
+<p>The first map shows the weight of each place in the average, itself averaged over the features by the size of the
+pooled feature. 1 is the weight under average pooling; orange is more, purple is less, on one scale in all pictures.
+{explanation} {drawn}</p>
 {''.join(sections)}
 </body></html>
 """

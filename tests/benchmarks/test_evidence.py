@@ -55,13 +55,13 @@ def test_split_is_disjoint_seeded_and_of_the_sizes_asked_for():
 
 
 def test_calibration_error():
-    # Two bins of fifteen: 3 images at 0.9 of which 2 are right, 1 at 0.3 which is right.
-    confidence, correct = torch.tensor([0.9, 0.9, 0.9, 0.3]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    expected = 3 / 4 * abs(2 / 3 - 0.9) + 1 / 4 * abs(1 - 0.3)
+    # Two bins of fifteen: 3 images at 0.9 of which 2 are right, 1 at 0.5 which is right.
+    confidence, correct = torch.tensor([0.9, 0.9, 0.9, 0.5]), torch.tensor([1.0, 1.0, 0.0, 1.0])
+    expected = 3 / 4 * abs(2 / 3 - 0.9) + 1 / 4 * abs(1 - 0.5)
     assert calibration_error(confidence, correct) == pytest.approx(expected, rel=1e-6)
     assert calibration_error(torch.ones(5), torch.ones(5)) == 0
-    # In one bin the two errors would cancel in part.
-    assert calibration_error(confidence, correct, num_bins=1) == pytest.approx(abs(0.75 - 0.75), abs=1e-6)
+    # In one bin the two errors, of opposite sign, cancel in part: accuracy 3/4, mean confidence 0.8.
+    assert calibration_error(confidence, correct, num_bins=1) == pytest.approx(0.8 - 3 / 4, rel=1e-6)
 
 
 def test_paired_test_agrees_with_scipy():

@@ -130,10 +130,10 @@ class Head(nn.Module):
 @pytest.mark.parametrize(
     ('head', 'width', 'reason'),
     [
-        (lambda x: torch.cat([x.mean((2, 3)), x.std((2, 3))], 1), 16, 'makes more of the map'),
-        (lambda x: x.mean((2, 3)) * (x.shape[2] * x.shape[3]) ** 0.5, 8, 'makes more of the map'),
-        (lambda x: x.mean((2, 3)) + x.relu().mean((2, 3)), 8, 'makes more of the map'),
-        (lambda x: x.relu_().mean((2, 3)), 8, 'makes more of the map'),
+        (lambda x: torch.cat([x.mean((2, 3)), x.std((2, 3))], 1), 16, 'uses the map for more than this pooling'),
+        (lambda x: x.mean((2, 3)) * (x.shape[2] * x.shape[3]) ** 0.5, 8, 'uses the map for more than this pooling'),
+        (lambda x: x.mean((2, 3)) + x.relu().mean((2, 3)), 8, 'uses the map for more than this pooling'),
+        (lambda x: x.relu_().mean((2, 3)), 8, 'uses the map for more than this pooling'),
         (lambda x: nn.functional.avg_pool2d(x, 62).flatten(1), 8, 'does not run with it'),
     ],
 )
@@ -324,7 +324,7 @@ def test_a_global_max_pool_starts_next_to_the_maximum():
 
 def test_what_is_left_alone_can_be_named():
     model, x = Stem(nn.AvgPool2d(3, 1, 1, count_include_pad=False)).eval(), torch.randn(2, 3, 12, 12)
-    with pytest.raises(ValueError, match=r'found no local pool to replace\. Left alone: features\.2: .* mixes tokens'):
+    with pytest.raises(ValueError, match=r'found no local pool to replace\. Left out: features\.2: .* mixes tokens'):
         convert(model, where='local', example_input=x)
     convert(model, where=['features.2'], example_input=x)
     assert list(rot_pools(model)) == ['features.2']

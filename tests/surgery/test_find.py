@@ -156,7 +156,7 @@ def test_a_method_that_pools_its_argument(network):
     ('model', 'old', 'reason'),
     [
         (Functional(), 'mean in Functional.forward', r'self\.pool = nn\.AdaptiveAvgPool2d\(1\)'),
-        (NormFirst(), 'mean in NormFirst.head', 'computed itself'),
+        (NormFirst(), 'mean in NormFirst.head', 'pools a result of the same method'),
         (TwoWays(), r'amax in TwoWays\.head|mean in TwoWays\.head', 'one of 2 poolings'),
         (Twice(), 'AdaptiveAvgPool2d', 'runs 2 times'),
         (Own(Median()), 'Median', 'neither the mean nor the maximum'),
@@ -243,5 +243,7 @@ def test_local_pools_and_what_is_left_alone():
 
 
 def test_an_input_that_does_not_fit_is_named():
-    with pytest.raises(ValueError, match=r'example of shape \(2, 3, 224, 224\); give example_input'):
+    with pytest.raises(
+        ValueError, match=r'example of shape \(2, 3, 224, 224\); pass an input that it takes as example_input'
+    ):
         find_pools(nn.Sequential(nn.Linear(7, 7), nn.Flatten(), nn.Linear(3, 3)))

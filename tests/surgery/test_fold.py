@@ -74,7 +74,7 @@ def headless():
     ('maker', 'message'),
     [
         (lambda: timm.create_model('test_convnext'), r'head\.norm \(LayerNorm2d\) reads it'),
-        (headless, 'no linear layer reads global_pool'),
+        (headless, 'no linear layer reads the output of global_pool'),
         (Skipping, 'folding would change the output'),
     ],
 )

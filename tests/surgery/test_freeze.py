@@ -16,30 +16,40 @@ from tests.surgery.networks import Own, make
 
 
 def frozen_network(train='pool'):
-    model = convert(timm.create_model('test_resnet', drop_rate=0.5, drop_path_rate=0.1))
-    return model, freeze(model, train)
+    return freeze(convert(timm.create_model('test_resnet', drop_rate=0.5, drop_path_rate=0.1)), train)
+
+
+def trainable(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def test_a_reverted_network_stays_frozen_and_says_so(caplog):
-    model, _ = frozen_network()
+    model = frozen_network()
     with caplog.at_level(logging.WARNING, 'rotp_vision'):
         revert(model)
     assert 'still frozen' in caplog.text
-    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert trainable(model) == []
     freeze(model, 'all')
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_only_the_pool_trains(caplog):
     with caplog.at_level(logging.INFO, 'rotp_vision'):
-        model, names = frozen_network()
-    assert names == [name for name, _ in model.named_parameters() if name.startswith('global_pool.')]
-    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == names
-    assert f'trainable parameters: 9 of {sum(p.numel() for p in model.parameters()):,}' in caplog.text
+        model = frozen_network()
+    names = [name for name, _ in model.named_parameters() if name.startswith('global_pool.')]
+    assert trainable(model) == names
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert f'trainable parameters: 9 of {total:,} ({", ".join(names)})' in caplog.text
+
+
+@pytest.mark.parametrize('train', ['pool', 'pool+classifier', 'all'])
+def test_the_same_model_is_returned(train):
+    model = convert(timm.create_model('test_resnet'))
+    assert freeze(model, train) is model
 
 
 def test_norm_and_dropout_rest_even_in_training_mode():
-    model, _ = frozen_network()
+    model = frozen_network()
     x = torch.randn(2, 3, 64, 64)
     for network in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), nn.Sequential(model)):
         network.eval()
@@ -54,22 +64,21 @@ def test_norm_and_dropout_rest_even_in_training_mode():
 
 
 def test_a_step_changes_the_pool_only():
-    model, names = frozen_network()
-    model.train()
+    model = frozen_network().train()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=10.0)
     model(torch.randn(2, 3, 64, 64)).square().mean().backward()
     optimizer.step()
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, state[name])}
-    assert changed == set(names)
+    assert changed == set(trainable(model))
 
 
 @pytest.mark.parametrize(('name', 'classifier'), [('resnet', 'fc'), ('tv_mobilenet', 'classifier.1'), ('vit', 'head')])
 def test_pool_and_classifier(name, classifier):
     model, x = make(name)
     convert(model, example_input=x)
-    names = freeze(model, 'pool+classifier')
-    assert [name for name in names if 'pool' not in name] == [f'{classifier}.weight', f'{classifier}.bias']
+    freeze(model, 'pool+classifier')
+    assert [name for name in trainable(model) if 'pool' not in name] == [f'{classifier}.weight', f'{classifier}.bias']
     model.train()
     assert model.get_submodule(classifier).training
 
@@ -78,10 +87,10 @@ def test_all_undoes_it():
     model = convert(timm.create_model('test_resnet'))
     model.conv1.requires_grad_(False)
     model.train()
-    kind, trainable = type(model), [name for name, p in model.named_parameters() if p.requires_grad]
+    kind, before = type(model), trainable(model)
     freeze(model)
     freeze(model, 'pool+classifier')
-    assert freeze(model, 'all') == trainable
+    assert trainable(freeze(model, 'all')) == before
     assert type(model) is kind
     assert all(module.training for module in model.modules())
     model.eval()
@@ -92,18 +101,18 @@ def test_all_undoes_it():
 def test_all_without_freezing_changes_nothing():
     model = Own()
     model.features.requires_grad_(False)
-    assert freeze(model, 'all') == ['classify.weight', 'classify.bias']
+    assert trainable(freeze(model, 'all')) == ['classify.weight', 'classify.bias']
 
 
 def test_data_parallel(tmp_path):
     dist.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
     try:
-        model, names = frozen_network()
+        model = frozen_network()
         parallel = DistributedDataParallel(model)
         parallel.train()
         assert not model.training
         parallel(torch.randn(2, 3, 64, 64)).square().mean().backward()
-        assert [name for name, p in model.named_parameters() if p.grad is not None] == names
+        assert [name for name, p in model.named_parameters() if p.grad is not None] == trainable(model)
     finally:
         dist.destroy_process_group()
 

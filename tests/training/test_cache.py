@@ -142,7 +142,7 @@ def test_a_damaged_cache_is_computed_anew(tmp_path, damage):
     (directory,) = (tmp_path / 'cache').iterdir()
     damage(directory)
     assert runs[1].run() == 0, runs[1].text
-    assert runs[1].text.count('are not what was written and are computed anew') == 1
+    assert runs[1].text.count('are damaged and are computed again') == 1
     first, second = (load_file(run.checkpoints[-1] / 'model.safetensors') for run in runs)
     assert all(first[name].equal(second[name]) for name in first)
 

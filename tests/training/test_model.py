@@ -136,7 +136,7 @@ def test_other_weights_are_refused_in_a_few_lines(tmp_path, trained):
 
 
 def test_unknown_names_are_refused_with_near_ones():
-    with pytest.raises(ValueError, match=r"'resnet81' is not a model of timm .near: .*resnet"):
+    with pytest.raises(ValueError, match=r"'resnet81' is neither a model of timm .close matches: .*resnet"):
         build_model(ModelConfig('resnet81'), 5)
     with pytest.raises(ValueError, match='there is no checkpoint'):
         build_model(ModelConfig('test_resnet', checkpoint='/nowhere.pth'), 5)
