@@ -28,16 +28,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_arguments(parser)
     parser.add_argument('--network', default='', help='only networks with this in their name')
-    parser.add_argument('--task', choices=['plain', 'small'], default='plain')
+    parser.add_argument('--task', choices=['plain', 'small', 'small-sharp'], default='plain')
     parser.add_argument('--solver', default='badmm-e', help='of the pooling that is calibrated')
     parser.add_argument('--plot', help="write calibrate's plot to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for network in [network for network in NETWORKS if args.network in network.name]:
-        if args.task == 'small' and network.size < 224:
+        if args.task != 'plain' and network.size < 224:
             continue
         model = build(network, args.data)
-        maps, labels = maps_of(network, model, args.data, args.cache, args.limit, args.task == 'small')
+        maps, labels = maps_of(network, model, args.data, args.cache, args.limit, args.task)
         if args.task == 'plain':
             convert(network, model, maps, labels, args)
         calibrate(network, model, maps, labels, args)

@@ -87,10 +87,10 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
 
 
 class SmallObjects(Dataset):
-    """Photos shrunk to half the side of what a network sees, each at a random place of another photo, blurred."""
+    """Photos shrunk to half the side of what a network sees, each at a random place of another photo, blurred or not."""
 
-    def __init__(self, network: Network, data: Path, count: int):
-        self.label, self.size, self.count = network.label, network.size, count
+    def __init__(self, network: Network, data: Path, count: int, blur: int):
+        self.label, self.size, self.count, self.blur = network.label, network.size, count, blur
         self.images = _rows(network, data)
         self.crop = transforms.Compose([transforms.Resize(network.resize), transforms.CenterCrop(network.size)])
         self.finish = transforms.Compose([transforms.ToTensor(), transforms.Normalize(network.mean, network.std)])
@@ -101,24 +101,27 @@ class SmallObjects(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, other = self.images[index], self.images[(self.count + index) % len(self.images)]
-        canvas = self.crop(other['image'].convert('RGB')).filter(ImageFilter.GaussianBlur(8))
+        canvas = self.crop(other['image'].convert('RGB')).filter(ImageFilter.GaussianBlur(self.blur))
         small = self.crop(row['image'].convert('RGB')).resize((self.size // 2,) * 2, Image.Resampling.BICUBIC)
         canvas.paste(small, tuple(self.places[index]))
         return {'x': self.finish(canvas), 'y': row[self.label]}
 
 
 def maps_of(
-    network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None, small: bool = False
+    network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None, task: str = 'plain'
 ) -> tuple[Tensor, Tensor]:
     """(images, C, H, W) float16 maps before the global pooling, and labels; made once and kept in `cache`.
 
-    With `small`, of `SmallObjects`, 1,500 unless limited.
+    The task 'small' (or 'small-sharp') has `SmallObjects` on a blurred (or sharp) photo, 1,500 unless limited.
     """
-    path = cache / f'{network.builder}-{network.images}{"-small" if small else ""}-{limit or "all"}.pt'
+    path = cache / f'{network.builder}-{network.images}{"" if task == "plain" else f"-{task}"}-{limit or "all"}.pt'
     if path.exists():
         kept = torch.load(path, weights_only=True)
         return kept['maps'], kept['labels']
-    images = SmallObjects(network, data, limit or 1500) if small else images_of(network, data, limit)
+    if task == 'plain':
+        images = images_of(network, data, limit)
+    else:
+        images = SmallObjects(network, data, limit or 1500, blur=8 if task == 'small' else 0)
     maps, labels = [], []
     with torch.inference_mode():
         for batch in tqdm(DataLoader(images, batch_size=50), desc=f'maps of {network.name}'):  # pyright: ignore
