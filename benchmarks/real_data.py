@@ -87,7 +87,7 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
 
 
 class SmallObjects(Dataset):
-    """Photos shrunk to half the side of what a network sees, each at a random place of another photo, blurred or not."""
+    """Photos shrunk to half the side of what a network sees, each at a random place of another, blurred or not."""
 
     def __init__(self, network: Network, data: Path, count: int, blur: int):
         self.label, self.size, self.count, self.blur = network.label, network.size, count, blur
