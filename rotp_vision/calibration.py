@@ -31,6 +31,7 @@ _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 # Steps of the local search, then half as large: of the logarithms of temperature and penalty, and of the power.
 _STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2}
 _MOST_STEPS = 6  # along one axis
+_LEAST = 1e-3  # of cross-entropy: next to the mean, differences are small but so are their standard errors
 
 
 NOTHING_FOUND = 'no pooling beats average pooling with a gain on these images; the pooling was left next to the mean'
@@ -93,6 +94,13 @@ class Calibration:
         chosen: the row of `tried` that the pool was left at; None if it was left next to the mean.
         sentence: what was gained, in words.
         trials: every setting that was tried, with the loss of the best gain on all images.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> report = rotp_vision.calibrate(model, [(torch.rand(8, 3, 64, 64), torch.arange(8) % 3)])
+        >>> [row.name for row in report.rows]
+        ['average', 'average + gain', 'GeM + gain', 'ROTP, uniform prior', 'ROTP, norm prior']
     """
 
     path: str
@@ -154,6 +162,7 @@ def calibrate(
     views: Sequence[View] = ('identity', 'rms', 'log'),
     priors: Sequence[TriedPrior] = ('uniform', 'norm'),
     metric: Metric = 'loss',
+    label_smoothing: float = 0.0,
     max_images: int = 512,
 ) -> Calibration:
     """Fit a converted model's global pooling to labelled images, if any setting of it beats average pooling on them.
@@ -172,6 +181,8 @@ def calibrate(
         priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
         metric: what decides, 'loss' or 'top1'. A pooling that is sharp enough to lower the loss most may cost a little
             accuracy.
+        label_smoothing: of the loss. Images that the network was trained on want some: it is too sure of them, and a
+            gain that is fitted to them without is too large for others.
         max_images: how many images to read.
 
     Returns:
@@ -193,6 +204,8 @@ def calibrate(
     ):
         if isinstance(given, str) or not given or not set(given) <= set(allowed):
             raise ValueError(f'{name} must be of {", ".join(allowed)}, got {given!r}')
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f'label_smoothing must lie in [0, 1), got {label_smoothing}')
     if max_images < 4:
         raise ValueError(f'max_images must be at least 4, got {max_images}')
     if pool.options.prior == 'attention':
@@ -201,7 +214,7 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        search = _Search(collected, Head(model, pool, collected), pool.options, metric)
+        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
@@ -253,7 +266,7 @@ def _exceeds(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _is_better(ours: 'Judged', theirs: 'Judged', metric: Metric) -> bool:
-    return _exceeds(ours.right, theirs.right) if metric == 'top1' else _exceeds(theirs.loss, ours.loss)
+    return _exceeds(ours.right, theirs.right) if metric == 'top1' else _exceeds(theirs.loss - _LEAST, ours.loss)
 
 
 def _sentence(chosen: 'Judged', average_gain: 'Judged', gem: 'Judged') -> str:
@@ -339,7 +352,9 @@ class Judged(NamedTuple):
     gain: float  # likewise
 
 
-def _gain_curve(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> _Curve:
+def _gain_curve(
+    head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True, label_smoothing: float = 0.0
+) -> _Curve:
     """How pooled features (images, D) do at every gain, or at gain one alone."""
     logits = head(pooled)
 
@@ -351,7 +366,8 @@ def _gain_curve(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = T
             else:
                 scaled = logits if gain == 1.0 else head(gain * pooled)
             target = scaled.gather(1, targets[:, None]).squeeze(1)
-            losses.append(scaled.logsumexp(1) - target)
+            wanted = target if not label_smoothing else torch.lerp(target, scaled.mean(1), label_smoothing)
+            losses.append(scaled.logsumexp(1) - wanted)
             rights.append((target >= scaled.amax(1)).float())  # argmax takes ten times as long
         return _Curve(log_gains, torch.stack(losses), torch.stack(rights))
 
@@ -373,29 +389,32 @@ def _cross_fit(images: Tensor, fit: Callable[[Tensor], Any], curve_of: Callable[
     return Judged(loss, right, found, curve.gain(*curve.best()))
 
 
-def judge_pooled(head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True) -> Judged:
+def judge_pooled(head: Head, pooled: Tensor, targets: Tensor) -> Judged:
     """Pooled features (images, D) with a gain that is fitted on each half of the images and judged on the other."""
-    curve = _gain_curve(head, pooled, targets, with_gain)
+    curve = _gain_curve(head, pooled, targets)
     return _cross_fit(torch.arange(len(targets), device=targets.device), lambda images: None, lambda _: curve)
 
 
 class _Search:
     """Fits poolings on halves of the images and judges them on the other halves."""
 
-    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric):
+    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric, label_smoothing: float):
         self.sets, self.targets = collected.sets, collected.targets
-        self.head, self.options, self.metric = head, options, metric
+        self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
         self.known: dict[Setting, _Curve] = {}
+        self.means = torch.cat([sets.float().mean(2) for sets in self.sets])
+        self.average = self._curve(self.means)
 
     def judge_average(self, with_gain: bool) -> Judged:
-        return judge_pooled(self.head, torch.cat([sets.float().mean(2) for sets in self.sets]), self.targets, with_gain)
+        curve = self.average if with_gain else self._curve(self.means, with_gain=False)
+        return _cross_fit(self.images, lambda images: None, lambda _: curve)
 
     def judge_gem(self) -> Judged:
         def pooled(power: float) -> Tensor:
             return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
 
-        curves = {power: _gain_curve(self.head, pooled(power), self.targets) for power in _GEM_POWERS}
+        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
         return _cross_fit(
             self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
         )
@@ -436,9 +455,10 @@ class _Search:
         return self._mildest(best, images, prior)
 
     def _mildest(self, best: Setting, images: Tensor, prior: TriedPrior) -> Setting:
-        """Of the settings that are not worse than the best by a standard error, the one that changes features least.
+        """Of the settings that are not worse than the best by a standard error, the one nearest to average pooling.
 
-        The loss is flat around its minimum, and a sharper pooling, which a smaller gain shows, tends to cost accuracy.
+        The loss is flat around its minimum, and a sharper pooling tends to cost accuracy. How far a pooling is from the
+        average shows in its gain, as it changes the size of the features.
         """
         if self.metric == 'top1':
             return best
@@ -447,14 +467,15 @@ class _Search:
             curve = self.known[setting].of(images)
             return curve.at(*curve.best())[0]
 
-        def change(setting: Setting) -> float:
+        def distance(setting: Setting) -> float:
             curve = self.known[setting].of(images)
-            return abs(math.log(curve.gain(*curve.best())))
+            return abs(math.log(curve.gain(*curve.best()) / average))
 
-        least = loss(best)
+        curve = self.average.of(images)
+        least, average = loss(best), curve.gain(*curve.best())
         mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
         mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
-        return min([best, *mild], key=change)
+        return min([best, *mild], key=distance)
 
     def _cost(self, curve: _Curve, images: Tensor) -> float:
         loss, right = (values.mean() for values in curve.of(images).at(*curve.of(images).best()))
@@ -474,8 +495,10 @@ class _Search:
                 weights = ModuleWeights(options).to(x.device)()
                 pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
         for setting, chunks in pooled.items():
-            with_gain = self.options.gain != 'off'
-            self.known[setting] = _gain_curve(self.head, torch.cat(chunks), self.targets, with_gain)
+            self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
+
+    def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
+        return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
     def _spreads(self, views: Sequence[View]) -> dict[View, float]:
         """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
+from rotp_vision.calibration import Setting, _Curve, _Search
 
 
 class Peaks(nn.Module):
@@ -107,6 +108,37 @@ def test_says_when_there_is_nothing_to_find_and_leaves_the_mean():
         )
 
 
+def test_a_gain_in_the_fourth_digit_is_none():
+    """Only images that are right anyway have a peak, a tiny one: sharp pooling is surely better, and hardly."""
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (64,), generator=generator)
+    shown = torch.where(torch.arange(64) % 5 == 0, (y + 1) % 4, y)  # a fifth looks like another class
+    x = torch.ones(64, 4, 8, 8)
+    x[torch.arange(64), shown] += 0.1
+    x[torch.arange(64), shown, 0, 0] += 1e-4 * (shown == y)
+    report = calibrate(convert(Peaks(), example_input=x[:2]), [(x, y)])
+    gained, error = report.tried[0].loss_difference
+    assert -1e-3 < gained < -error
+    assert report.chosen is None
+
+
+def test_the_mildest_is_the_nearest_to_average_pooling_whatever_its_gain():
+    """Of a network that is not sure enough, all gains are large: what has the smallest of them is not the mildest."""
+    images = torch.arange(50)
+    noise = torch.randn(50, generator=torch.Generator().manual_seed(0))
+
+    def curve(gain, loss):
+        steps = torch.arange(-4, 5)
+        each = loss + 0.01 * steps.square()[:, None] + 0.1 * noise.roll(round(gain))
+        return _Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
+
+    search = _Search.__new__(_Search)
+    search.metric, search.average = 'loss', curve(3.0, 1.0)
+    sharp, best, mild, worse = (Setting('rms', temperature) for temperature in (1.0, 2.0, 4.0, 8.0))
+    search.known = {sharp: curve(1.1, 0.91), best: curve(1.5, 0.9), mild: curve(2.5, 0.91), worse: curve(2.9, 0.99)}
+    assert search._mildest(best, images, 'uniform') == mild
+
+
 def test_fits_and_judges_on_different_images():
     """Labels without meaning: whatever is fitted to them, no pooling is judged to be of use."""
     generator = torch.Generator().manual_seed(1)
@@ -130,6 +162,21 @@ def test_the_gain_alone_is_found():
     assert loss(gain) < min(loss(0.97 * gain), loss(1.03 * gain)) < loss(1.0)
     assert report.average.gain == 1.0
     assert report.average.loss == pytest.approx(loss(1.0), rel=1e-4)
+
+
+def test_label_smoothing_holds_back_the_gain_of_images_known_by_heart():
+    """Each image is right whatever the gain: without smoothing the largest is the best."""
+    y = torch.arange(64) % 4
+    x = 0.1 * F.one_hot(y, 4).float()[:, :, None, None].expand(64, 4, 8, 8) + 1e-3 * torch.rand(64, 4, 8, 8)
+    model = convert(Peaks(), example_input=x[:2])
+    sure, held = (calibrate(model, [(x, y)], label_smoothing=eps).average_gain for eps in (0.0, 0.1))
+    assert sure.gain > 10
+    logits = held.gain * 12 * x.mean((2, 3))
+    for factor in (0.9, 1.1):
+        assert F.cross_entropy(logits, y, label_smoothing=0.1) < F.cross_entropy(
+            factor * logits, y, label_smoothing=0.1
+        )
+    assert held.loss == pytest.approx(F.cross_entropy(logits, y, label_smoothing=0.1).item(), rel=1e-3)
 
 
 def test_top1_can_decide():
@@ -254,6 +301,7 @@ X, Y = torch.linspace(-2, 2, 4 * 3 * 64 * 64).sin().view(4, 3, 64, 64), torch.te
         ([(X, Y)], {'views': []}, r'views must be of identity, rms, log, got \[\]'),
         ([(X, Y)], {'priors': ['attention']}, 'priors must be of uniform, norm'),
         ([(X, Y)], {'metric': 'accuracy'}, 'metric must be of loss, top1'),
+        ([(X, Y)], {'label_smoothing': 1.0}, r'label_smoothing must lie in \[0, 1\), got 1.0'),
     ],
 )
 def test_what_cannot_be_calibrated_on_is_said(batches, options, message):

@@ -75,6 +75,7 @@ def _fitted(
             report = calibrate(
                 PoolAndClassifier(model) if maps and maps.as_evaluated else model,
                 ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
+                label_smoothing=run.config.stage2.label_smoothing,
                 max_images=count,
                 **search,
             )
@@ -82,10 +83,10 @@ def _fitted(
             problem = str(error)
     report, problem = run.host.gather((report, problem))[0]
     run.note_broken(broken)
-    if report is not None and report.average.top1 >= KNOWN:
+    if report is not None and report.average.top1 >= KNOWN and not run.config.stage2.label_smoothing:
         problem = (
             f'the network is right on {100 * report.average.top1:.1f} % of its training images, so that no gain is too '
-            'large for them; stage2.label_smoothing holds it back in training'
+            'large for them; stage2.label_smoothing holds it back'
         )
         report = None
     return (None, problem) if report is None else (report, None)
