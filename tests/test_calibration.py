@@ -129,7 +129,7 @@ def test_the_mildest_is_the_nearest_to_average_pooling_whatever_its_gain():
 
     def curve(gain, loss):
         steps = torch.arange(-4, 5)
-        each = loss + 0.01 * steps.square()[:, None] + 0.1 * noise.roll(round(gain))
+        each = loss + 0.01 * steps.square()[:, None] + 0.1 * noise.roll(round(10 * gain))
         return _Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
 
     search = _Search.__new__(_Search)
