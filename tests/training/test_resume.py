@@ -74,7 +74,7 @@ def test_killed_six_times_ends_with_the_same_weights(tmp_path, uninterrupted):
         ('weights.csv', 4),  # the first lines of stage 2
         ('checkpoints/stage2-epoch0001-step000002', 1),  # the best and the last are there, this one is to go
         ('.export.', 3),
-        ('export/.config.json.tmp', 2),
+        ('export/.config.json.', 2),  # the temporary file
     ]
     assert_same(killed(tmp_path, moments), uninterrupted)
 
