@@ -60,6 +60,7 @@ from rotp_vision.training.config import (
     parse_config,
     to_dict,
 )
+from rotp_vision.training.context import Run, fail, fail_once, fail_together, is_first_process, num_launched
 from rotp_vision.training.data import Batch, Transform, split_batch, steps_per_epoch, train_loader, transforms
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
@@ -83,7 +84,6 @@ from rotp_vision.training.processes import (
     share_buffers,
     stop_signals,
 )
-from rotp_vision.training.run import Run, fail, fail_once, fail_together, is_first_process, num_launched
 from rotp_vision.training.sources import Source, StreamSource, data_changes, inventory, open_sources
 
 Rates = dict[str, float | None]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from rotp_vision.core import view_of
 from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, PoolOptions
 from rotp_vision.layers.hierarchical_pool import MEAN_POOL
-from rotp_vision.layers.weights import PositiveWeight
+from rotp_vision.layers.parameters import PositiveWeight
 
 AVERAGE, AVERAGE_GAIN, GEM_GAIN = 'average', 'average, gain', 'GeM, gain'
 _FUSION_GAIN = replace(MEAN_POOL, gain='scalar')

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rotp_vision.core import rot_pool, rot_problem, view_of
 from rotp_vision.layers import PoolOptions
 from rotp_vision.layers.options import MEAN_START, View
-from rotp_vision.layers.weights import ModuleWeights, log_norm
+from rotp_vision.layers.parameters import ModuleWeights, log_norm
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 
 Metric = Literal['loss', 'top1']

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
-from rotp_vision.layers.weights import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
+from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
 
 
 class ROTPool(nn.Module):

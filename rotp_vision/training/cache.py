@@ -23,10 +23,10 @@ from rotp_vision.files import force_to_disk, write_atomically
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training.checkpoint import digest_of
 from rotp_vision.training.config import DataConfig
+from rotp_vision.training.context import Run, fail_together
 from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
 from rotp_vision.training.model import map_shape, normalization
 from rotp_vision.training.processes import exit_status, iterate
-from rotp_vision.training.run import Run, fail_together
 from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
 
 

@@ -14,8 +14,8 @@ from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.head import find_global_pool, sets_of
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
+from rotp_vision.training.context import Run
 from rotp_vision.training.data import Batch, ValImages, chosen_loader
-from rotp_vision.training.run import Run
 from rotp_vision.training.sources import StreamSource
 
 NUM_IMAGES = 512  # on which the simpler poolings are fitted where the pooling itself is not calibrated

@@ -15,9 +15,9 @@ from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
+from rotp_vision.training.context import Run
 from rotp_vision.training.data import ValImages, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
-from rotp_vision.training.run import Run
 from rotp_vision.training.sources import StreamSource
 from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_maps, save_figure
 

@@ -7,7 +7,7 @@ import torch
 
 from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool
 from rotp_vision.core import VIEW_FLOOR, pool, rot_problem, solve, view_of
-from rotp_vision.layers.weights import log_norm
+from rotp_vision.layers.parameters import log_norm
 
 SOLVERS = [
     {'solver': 'sinkhorn'},

@@ -11,8 +11,8 @@ import torch
 from accelerate.utils import DistributedType, LoggerType
 
 from rotp_vision.training import processes
+from rotp_vision.training.context import fail, fail_once, fail_together
 from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, check_trackers, hold, stop_signals
-from rotp_vision.training.run import fail, fail_once, fail_together
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from rotp_vision import PoolOptions, ROTPool
 from rotp_vision.core import view_of
-from rotp_vision.layers.weights import AttentionPrior, PositiveWeight
+from rotp_vision.layers.parameters import AttentionPrior, PositiveWeight
 
 
 @pytest.mark.parametrize('learn', ['per-module', 'shared', 'fixed'])
