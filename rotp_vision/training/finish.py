@@ -11,6 +11,7 @@ from torch import nn
 
 from rotp_vision.files import open_by_umask, write_atomically
 from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
+from rotp_vision.layers import PoolOptions, pool_options
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
@@ -31,7 +32,8 @@ OF_THE_BEGINNING = ('license', 'origin_url', 'paper_name', 'paper_ids')
 
 def pool_title(config: PoolConfig) -> str:
     """Name of the trained pooling in tables."""
-    return 'ROTP ' + (config.options if isinstance(config.options, str) else config.options.get('solver', 'badmm-e'))
+    options = pool_options(config.options)
+    return f'ROTP {options.solver}' + (' as published' if options == PoolOptions.paper(options.solver) else '')
 
 
 def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, steps: int) -> None:

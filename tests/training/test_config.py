@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rotp_vision import PoolOptions, pool_options
 from rotp_vision.training.config import RunConfig, changed_epochs, changes, check_config, parse_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,6 +118,7 @@ def test_shipped_configs_parse(file):
         assert (config.stage1.epochs, config.stage1.lr, config.stage1.weight_decay) == (90, 0.1, 1e-4)
         assert (config.stage2.epochs, config.stage2.pool_lr, config.stage2.train) == (10, 0.001, 'pool')
         assert (config.stage2.optimizer, config.stage2.calibrate) == ('sgd', 0)
+        assert pool_options(config.pool.options) == PoolOptions.paper()
         assert config.global_batch_size == 256
         assert config.model.name == file.stem.removeprefix('paper_')
 
