@@ -386,8 +386,8 @@ class Tape:
             self._structure.start_back(self._dx, self._scratch)
         sweep.grad = logits_grad
         self._sweep_back(sweep)
-        for back in reversed(self._back):
-            back()
+        while self._back:
+            self._back.pop()()  # which holds the tape: once dropped, its memory is free without the garbage collector
         if self._structure is not None:
             self._structure.end_back()
         if self._dx is not None:
