@@ -170,8 +170,8 @@ def calibrate(
     The backbone sees each image once. View, temperature, α3 (where the solver reads it), the power of the norm prior
     and the gain are fitted on halves of the images, by a coarse grid and a local search, and judged on the other
     halves. The pooling is left at what was best, fitted on all images, provided that it beats average pooling with a
-    gain by a standard error and that its top-1 is not a standard error below average pooling's; otherwise next to the
-    mean, with the gain alone. Nothing but the pooling changes.
+    gain by a standard error and by 0.001 of cross-entropy, and that its top-1 is not a standard error below average
+    pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes.
 
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
