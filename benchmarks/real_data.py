@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from rotp_vision.files import replacing
 
-SHARD = 50  # images that pass through a network at a time
+SHARD = 50  # images whose maps are written at a time
+BATCH = 10  # images that pass through a network at a time: activations of more leave the processor's cache
 
 
 class Network(NamedTuple):
@@ -162,7 +163,8 @@ def maps_of(
             if '-to-' in task:
                 x = resized(x, int(task.split('-to-')[1]))
             with torch.inference_mode():
-                maps = model.forward_features(x).half().contiguous()  # pyright: ignore[reportCallIssue]
+                maps = torch.cat([model.forward_features(part).half() for part in x.split(BATCH)])  # pyright: ignore
+                maps = maps.contiguous()
             mode = 'r+' if partial.exists() else 'w+'
             shape = (len(images), *maps.shape[1:])
             kept = np.lib.format.open_memmap(partial, mode, dtype=np.float16, shape=shape if mode == 'w+' else None)

@@ -13,7 +13,7 @@ from rotp_vision.layers import (
     pool_options,
 )
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools, views
 
 __version__ = '0.1.0'
 
@@ -40,4 +40,5 @@ __all__ = [
     'revert',
     'rot_pools',
     'save_pretrained',
+    'views',
 ]

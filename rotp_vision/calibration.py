@@ -19,6 +19,7 @@ from rotp_vision.layers import PoolOptions
 from rotp_vision.layers.options import MEAN_START, View
 from rotp_vision.layers.parameters import ModuleWeights, log_norm
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
+from rotp_vision.surgery.views import Views
 
 Metric = Literal['loss', 'top1']
 TriedPrior = Literal['uniform', 'norm']
@@ -31,6 +32,7 @@ _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 # Steps of the local search, then half as large: of the logarithms of temperature and penalty, and of the power.
 _STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2}
 _MOST_STEPS = 6  # along one axis
+_VIEW_STEP = 0.1  # of the logarithm of a view's gain
 _LEAST = 1e-3  # of cross-entropy: next to the mean, differences are small but so are their standard errors
 
 
@@ -44,6 +46,14 @@ class Setting(NamedTuple):
     temperature: float
     power: float = 0.0  # β of the norm prior
     penalty: float = _PENALTY  # α3 over the temperature, where the solver reads it
+    view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views, the first zero
+
+
+class _PowerMean(NamedTuple):
+    """GeM, or with power one average pooling."""
+
+    power: float
+    view_gains: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,9 @@ class Row:
         if self.setting is None:
             return ''
         norm = f', norm power {self.setting.power:.2g}' if self.setting.power else ''
-        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}'
+        gains = ', '.join(f'{math.exp(gain):.2g}' for gain in self.setting.view_gains)
+        views = f', views times {gains}' if gains else ''
+        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}{views}'
 
 
 @dataclass(frozen=True)
@@ -87,8 +99,8 @@ class Calibration:
     Attributes:
         path: of the pool in the model.
         num_images: how many images were used.
-        average: average pooling as the network came.
-        average_gain: average pooling with a fitted gain.
+        average: average pooling as the network came; of several views, the first alone.
+        average_gain: average pooling with a fitted gain; of several views, all of them, each with its own.
         gem: GeM pooling with fitted power and gain.
         tried: ROTP with each prior that was tried.
         chosen: the row of `tried` that the pool was left at; None if it was left next to the mean.
@@ -173,6 +185,9 @@ def calibrate(
     gain by a standard error and by 0.001 of cross-entropy, and that its top-1 is not a standard error below average
     pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes.
 
+    Of a network with several views (see `views`) it also fits the gains: those with which the average of each view
+    alone does best. GeM and average pooling with a gain get the same.
+
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
         loader: batches of (images, class indices), on any device; a few hundred images, in an order without meaning.
@@ -214,7 +229,9 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing)
+        head = Head(model, pool, collected)
+        places = model.places(collected.image_shape) if isinstance(model, Views) else ()
+        search = _Search(collected, head, pool.options, metric, label_smoothing, places)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
@@ -228,7 +245,9 @@ def calibrate(
         if _is_better(judged, best, metric) and not _exceeds(average.right, judged.right):
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
-    _install(pool, best.found, best.gain if chosen or helps else 1.0)
+    _install(pool, best.found if chosen else None, best.gain if chosen or helps else 1.0)
+    if isinstance(model, Views):
+        model.scale_views([math.exp(gain) for gain in best.found.view_gains])
     return Calibration(
         path,
         len(collected.targets),
@@ -241,6 +260,7 @@ def calibrate(
 
 
 def _row(name: str, judged: 'Judged', average: 'Judged', average_gain: 'Judged') -> Row:
+    found = judged.found
     return Row(
         name,
         judged.gain,
@@ -248,8 +268,8 @@ def _row(name: str, judged: 'Judged', average: 'Judged', average_gain: 'Judged')
         float(judged.right.mean()),
         _difference(judged.loss, average_gain.loss),
         _difference(judged.right, average.right),
-        power=judged.found if isinstance(judged.found, float) else None,
-        setting=judged.found if isinstance(judged.found, Setting) else None,
+        power=found.power if isinstance(found, _PowerMean) and found.power != 1.0 else None,
+        setting=found if isinstance(found, Setting) else None,
     )
 
 
@@ -348,7 +368,7 @@ class Judged(NamedTuple):
 
     loss: Tensor  # (images,)
     right: Tensor  # (images,)
-    found: Any  # fitted on all images: a `Setting`, or a power of GeM
+    found: Any  # fitted on all images: a `Setting` or a `_PowerMean`
     gain: float  # likewise
 
 
@@ -398,37 +418,79 @@ def judge_pooled(head: Head, pooled: Tensor, targets: Tensor) -> Judged:
 class _Search:
     """Fits poolings on halves of the images and judges them on the other halves."""
 
-    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric, label_smoothing: float):
+    def __init__(
+        self,
+        collected: Collected,
+        head: Head,
+        options: PoolOptions,
+        metric: Metric,
+        label_smoothing: float,
+        places: Sequence[int] = (),
+    ):
         self.sets, self.targets = collected.sets, collected.targets
         self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
+        self.places = list(places) or [self.sets[0].shape[2]]  # of each view
         self.known: dict[Setting, _Curve] = {}
-        self.means = torch.cat([sets.float().mean(2) for sets in self.sets])
-        self.average = self._curve(self.means)
+        self.means: dict[_PowerMean, _Curve] = {}
+        views = [sets.float().split(self.places, 2) for sets in self.sets]
+        self.views = [torch.cat([parts[view].mean(2) for parts in views]) for view in range(len(self.places))]
+        self.view_curves = [self._curve(mean) for mean in self.views]
 
     def judge_average(self, with_gain: bool) -> Judged:
-        curve = self.average if with_gain else self._curve(self.means, with_gain=False)
-        return _cross_fit(self.images, lambda images: None, lambda _: curve)
+        if not with_gain:
+            curve = self._curve(self.views[0], with_gain=False)
+            return _cross_fit(self.images, lambda images: _PowerMean(1.0, ()), lambda _: curve)
+        return _cross_fit(self.images, lambda images: _PowerMean(1.0, self._view_gains(images)), self._mean)
 
     def judge_gem(self) -> Judged:
-        def pooled(power: float) -> Tensor:
-            return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
+        def fit(images: Tensor) -> _PowerMean:
+            gains = self._view_gains(images)
+            return min(
+                [_PowerMean(power, gains) for power in _GEM_POWERS], key=lambda p: self._cost(self._mean(p), images)
+            )
 
-        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
-        return _cross_fit(
-            self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
-        )
+        return _cross_fit(self.images, fit, self._mean)
+
+    def _mean(self, mean: _PowerMean) -> _Curve:
+        """The curve of average pooling, or of GeM."""
+        if mean not in self.means:
+            chunks = [self._scaled(sets, mean.view_gains) for sets in self.sets]
+            if mean.power == 1.0:
+                pooled = [x.mean(2) for x in chunks]
+            else:
+                pooled = [x.clamp_min(1e-6).pow(mean.power).mean(2).pow(1 / mean.power) for x in chunks]
+            self.means[mean] = self._curve(torch.cat(pooled))
+        return self.means[mean]
+
+    def _view_gains(self, images: Tensor) -> tuple[float, ...]:
+        """Logarithms of the gains with which the average of each view alone does best, less that of the first."""
+        if len(self.places) == 1:
+            return ()
+        best = [curve.of(images) for curve in self.view_curves]
+        gains = [math.log(curve.gain(*curve.best())) for curve in best]
+        # Rounded, so that fits on different images try the same settings, which are computed once.
+        return tuple(round(round((gain - gains[0]) / _VIEW_STEP) * _VIEW_STEP, 6) for gain in gains)
+
+    def _scaled(self, sets: Tensor, view_gains: tuple[float, ...]) -> Tensor:
+        """Sets (b, D, N) in float32, the samples of each view times its gain."""
+        x = sets.float()
+        if not any(view_gains):
+            return x
+        gains = torch.tensor(view_gains).exp().repeat_interleave(torch.tensor(self.places))
+        return x * gains.to(x.device)
 
     def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> Judged:
         spreads = self._spreads(views)
-        coarse = [
-            Setting(view, multiple * spreads[view], power)
-            for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
-            if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
-        ]
-        self._try(coarse)
 
         def fit(images: Tensor) -> Setting:
+            gains = self._view_gains(images)
+            coarse = [
+                Setting(view, multiple * spreads[view], power, view_gains=gains)
+                for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
+                if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
+            ]
+            self._try(coarse)
             best = min(coarse, key=lambda setting: self._cost(self.known[setting], images))
             return self._refined(best, images, prior)
 
@@ -471,9 +533,10 @@ class _Search:
             curve = self.known[setting].of(images)
             return abs(math.log(curve.gain(*curve.best()) / average))
 
-        curve = self.average.of(images)
+        curve = self._mean(_PowerMean(1.0, best.view_gains)).of(images)
         least, average = loss(best), curve.gain(*curve.best())
-        mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
+        mild = [setting for setting in self.known if setting.view_gains == best.view_gains]
+        mild = [setting for setting in mild if prior == 'norm' or setting.power == 0.0]
         mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
         return min([best, *mild], key=distance)
 
@@ -483,11 +546,11 @@ class _Search:
         return float(loss) if self.metric == 'loss' else float(1e-4 * loss - right)
 
     def _try(self, settings: Sequence[Setting]) -> None:
-        """Let the curves of the settings be known."""
+        """Let the curves of the settings, which have the same gains of views, be known."""
         new = [setting for setting in settings if setting not in self.known]
         pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
         for sets in self.sets if new else ():
-            x = sets.float()
+            x = self._scaled(sets, new[0].view_gains)
             log_norms = log_norm(x)
             for setting in new:
                 options = _options_at(self.options, setting)
