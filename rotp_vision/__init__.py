@@ -13,6 +13,8 @@ from rotp_vision.layers import (
     pool_options,
 )
 from rotp_vision.models import ROTPResNet
+from rotp_vision.probing import ProbeResult, fit_probe
+from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools, views
 
 __version__ = '0.1.0'
@@ -24,6 +26,7 @@ __all__ = [
     'LocalROTPool2d',
     'MixedROTPool2d',
     'PoolOptions',
+    'ProbeResult',
     'ROTPResNet',
     'ROTPool',
     'ROTSetFusion',
@@ -32,6 +35,7 @@ __all__ = [
     'convert',
     'describe',
     'find_pools',
+    'fit_probe',
     'fold_gain',
     'freeze',
     'load_pretrained',

@@ -19,9 +19,10 @@ BELOW = {
     **dict.fromkeys(TOOLS, NETWORKS | {'files', 'images'}),
     'evaluation': NETWORKS | {'calibration', 'images'},
     'training': NETWORKS | TOOLS | {'files', 'images', '__init__'},
-    'cli': NETWORKS | TOOLS | {'training'},
+    'probing': NETWORKS | TOOLS | {'files', 'images', 'training'},
+    'cli': NETWORKS | TOOLS | {'probing', 'training'},
     'run': {'__init__'},
-    '__init__': NETWORKS | TOOLS,
+    '__init__': NETWORKS | TOOLS | {'probing'},
 }
 OUTSIDE = {'core': {'torch'}, 'layers': {'torch'}}  # what the rooms without vision may import from elsewhere
 
