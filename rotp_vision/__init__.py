@@ -14,7 +14,6 @@ from rotp_vision.layers import (
 )
 from rotp_vision.models import ROTPResNet
 from rotp_vision.probing import ProbeResult, fit_probe
-from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools, views
 
 __version__ = '0.1.0'
