@@ -38,7 +38,9 @@ def split(num_images: int, fit: int = FIT) -> tuple[Tensor, Tensor]:
 
 def task_maps(network: Network, model: nn.Module, task: str, args: argparse.Namespace) -> Maps:
     def made(name: str, limit: int | None) -> tuple[Tensor, Tensor]:
-        return maps_of(network, model, args.data, args.cache, min(filter(None, (limit, args.limit)), default=None), name)
+        return maps_of(
+            network, model, args.data, args.cache, min(filter(None, (limit, args.limit)), default=None), name
+        )
 
     if task == TWO_SCALES:  # the smaller view is made as `Views` makes it, from the larger image
         (small, labels), (large, _) = made('384-to-224', SHIFTED), made('384', SHIFTED)
@@ -53,13 +55,12 @@ def run_task(network: Network, model: nn.Module, task: str, args: argparse.Names
     fit, judged = split(len(maps.labels), args.fit)
     ours, report = calibrated(model, maps, fit)
     _, pool = find_global_pool(ours)
-    log_gains = () if report.tried[0].setting is None else report.tried[0].setting.view_gains
-    outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged, log_gains)  # pyright: ignore
+    outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged)  # pyright: ignore
     setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
     outcomes[OURS] = judge_ours(ours, maps, judged, setting)
     if task == TWO_SCALES:  # average pooling is that of the network as it was used before, on images of its own size
         plain = task_maps(network, model, PLAIN, args)
-        outcomes |= judge_peers([AVERAGE], model.get_classifier(), plain, fit, judged, ())  # pyright: ignore
+        outcomes |= judge_peers([AVERAGE], model.get_classifier(), plain, fit, judged)  # pyright: ignore
     return {
         'outcomes': {name: tuple(outcome) for name, outcome in outcomes.items()},
         'judged': judged,

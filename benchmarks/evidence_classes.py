@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.sparse.csgraph import connected_components
-from timm.layers.simpool import SimPool2d
+from timm.layers import SimPool2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -1,6 +1,7 @@
 """The poolings that evidence.py compares, how they are fitted to kept maps of a frozen classifier, and judged."""
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -142,31 +143,38 @@ def outcome(logits: Tensor, labels: Tensor, setting: str) -> Outcome:
 
 
 def judge_peers(
-    names: Sequence[str], classifier: nn.Linear, maps: Maps, fit: Tensor, judged: Tensor, log_gains: Sequence[float]
+    names: Sequence[str], classifier: nn.Linear, maps: Maps, fit: Tensor, judged: Tensor
 ) -> dict[str, Outcome]:
-    """Fit each peer's setting and gain by cross-entropy on some images, then judge it on others, once.
+    """Fit each peer's setting and gains by cross-entropy on some images, then judge it on others, once.
 
-    Peers of several views get the gains of the views that ours got; average without gain sees the first view alone.
+    Of several views the others have a gain relative to the first's, of three; average without gain sees but the first.
     """
-    candidates = {(name, place): pool for name in names for place, (_, pool) in enumerate(PEERS[name])}
-    first = Maps(maps.views[:1], maps.labels)
-    pooled = _pooled(candidates, maps, fit, log_gains)
-    chosen: dict[str, tuple[int, float]] = {}
-    for name in names:
-        trials = [
-            (*_best_gain(classifier, pooled[name, place], maps.labels[fit]), place) for place in range(len(PEERS[name]))
-        ]
-        _, gain, place = min(trials)
-        chosen[name] = (place, 1.0 if name == AVERAGE else gain)
+    log_gains = [(0.0,) * len(maps.views)]
+    if len(maps.views) > 1:
+        log_gains += [(0.0,) + (gain,) * (len(maps.views) - 1) for gain in (-0.3, 0.3)]
+    trials: dict[str, list[tuple[float, float, int, tuple[float, ...]]]] = {name: [] for name in names}
+    for view_gains in log_gains:
+        candidates = {(name, place): pool for name in names for place, (_, pool) in enumerate(PEERS[name])}
+        for (name, place), features in _pooled(candidates, maps, fit, view_gains).items():
+            trials[name].append((*_best_gain(classifier, features, maps.labels[fit]), place, view_gains))
     results = {}
-    for name, (place, gain) in chosen.items():
-        seen, gains = (first, ()) if name == AVERAGE else (maps, log_gains)
+    for name in names:
+        _, gain, place, view_gains = min(trials[name])
         text, pool = PEERS[name][place]
-        features = _pooled({name: pool}, seen, judged, gains)[name]
+        said = [
+            text,
+            f'gain {gain:.3g}',
+            'sizes times ' + ', '.join(f'{g:.2g}' for g in torch.tensor(view_gains).exp()),
+        ]
+        if len(maps.views) == 1:
+            said.pop()
+        seen = maps
+        if name == AVERAGE:
+            gain, said, seen, view_gains = 1.0, [], Maps(maps.views[:1], maps.labels), (0.0,)
+        features = _pooled({name: pool}, seen, judged, view_gains)[name]
         with torch.inference_mode():
             logits = classifier(gain * features)
-        said = ', '.join(filter(None, [text, '' if name == AVERAGE else f'gain {gain:.3g}']))
-        results[name] = outcome(logits, maps.labels[judged], said)
+        results[name] = outcome(logits, maps.labels[judged], ', '.join(filter(None, said)))
     return results
 
 

@@ -29,10 +29,10 @@ _TEMPERATURES = (16.0, 5.0, 1.6, 0.5)
 _POWERS = (0.0, 2.0, 6.0)
 _PENALTY = 3.0  # α3 over the temperature
 _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
-# Steps of the local search, then half as large: of the logarithms of temperature and penalty, and of the power.
-_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2}
+# Steps of the local search, then half as large: of the logarithms of temperature, penalty and a view's gain, and of the
+# power.
+_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2, 'view': 0.3}
 _MOST_STEPS = 6  # along one axis
-_VIEW_STEP = 0.1  # of the logarithm of a view's gain
 _LEAST = 1e-3  # of cross-entropy: next to the mean, differences are small but so are their standard errors
 
 
@@ -46,14 +46,7 @@ class Setting(NamedTuple):
     temperature: float
     power: float = 0.0  # β of the norm prior
     penalty: float = _PENALTY  # α3 over the temperature, where the solver reads it
-    view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views, the first zero
-
-
-class _PowerMean(NamedTuple):
-    """GeM, or with power one average pooling."""
-
-    power: float
-    view_gains: tuple[float, ...]
+    view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views; the first is zero
 
 
 @dataclass(frozen=True)
@@ -88,8 +81,8 @@ class Row:
             return ''
         norm = f', norm power {self.setting.power:.2g}' if self.setting.power else ''
         gains = ', '.join(f'{math.exp(gain):.2g}' for gain in self.setting.view_gains)
-        views = f', views times {gains}' if gains else ''
-        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}{views}'
+        sizes = f', sizes times {gains}' if gains else ''
+        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}{sizes}'
 
 
 @dataclass(frozen=True)
@@ -99,8 +92,8 @@ class Calibration:
     Attributes:
         path: of the pool in the model.
         num_images: how many images were used.
-        average: average pooling as the network came; of several views, the first alone.
-        average_gain: average pooling with a fitted gain; of several views, all of them, each with its own.
+        average: average pooling as the network came; of one with several views (see `views`), the first view alone.
+        average_gain: average pooling with a fitted gain.
         gem: GeM pooling with fitted power and gain.
         tried: ROTP with each prior that was tried.
         chosen: the row of `tried` that the pool was left at; None if it was left next to the mean.
@@ -183,10 +176,8 @@ def calibrate(
     and the gain are fitted on halves of the images, by a coarse grid and a local search, and judged on the other
     halves. The pooling is left at what was best, fitted on all images, provided that it beats average pooling with a
     gain by a standard error and by 0.001 of cross-entropy, and that its top-1 is not a standard error below average
-    pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes.
-
-    Of a network with several views (see `views`) it also fits the gains: those with which the average of each view
-    alone does best. GeM and average pooling with a gain get the same.
+    pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes. Of a network with
+    several views (see `views`) it also fits the gain of each.
 
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
@@ -229,9 +220,8 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        head = Head(model, pool, collected)
-        places = model.places(collected.image_shape) if isinstance(model, Views) else ()
-        search = _Search(collected, head, pool.options, metric, label_smoothing, places)
+        places = model.places(collected.image_shape) if isinstance(model, Views) else None
+        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing, places)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
@@ -245,8 +235,8 @@ def calibrate(
         if _is_better(judged, best, metric) and not _exceeds(average.right, judged.right):
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
-    _install(pool, best.found if chosen else None, best.gain if chosen or helps else 1.0)
-    if isinstance(model, Views):
+    _install(pool, best.found, best.gain if chosen or helps else 1.0)
+    if isinstance(model, Views) and chosen:
         model.scale_views([math.exp(gain) for gain in best.found.view_gains])
     return Calibration(
         path,
@@ -260,7 +250,6 @@ def calibrate(
 
 
 def _row(name: str, judged: 'Judged', average: 'Judged', average_gain: 'Judged') -> Row:
-    found = judged.found
     return Row(
         name,
         judged.gain,
@@ -268,8 +257,8 @@ def _row(name: str, judged: 'Judged', average: 'Judged', average_gain: 'Judged')
         float(judged.right.mean()),
         _difference(judged.loss, average_gain.loss),
         _difference(judged.right, average.right),
-        power=found.power if isinstance(found, _PowerMean) and found.power != 1.0 else None,
-        setting=found if isinstance(found, Setting) else None,
+        power=judged.found if isinstance(judged.found, float) else None,
+        setting=judged.found if isinstance(judged.found, Setting) else None,
     )
 
 
@@ -368,7 +357,7 @@ class Judged(NamedTuple):
 
     loss: Tensor  # (images,)
     right: Tensor  # (images,)
-    found: Any  # fitted on all images: a `Setting` or a `_PowerMean`
+    found: Any  # fitted on all images: a `Setting`, or a power of GeM
     gain: float  # likewise
 
 
@@ -425,72 +414,43 @@ class _Search:
         options: PoolOptions,
         metric: Metric,
         label_smoothing: float,
-        places: Sequence[int] = (),
+        places: Sequence[int] | None = None,
     ):
         self.sets, self.targets = collected.sets, collected.targets
         self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
-        self.places = list(places) or [self.sets[0].shape[2]]  # of each view
+        self.places = list(places or [self.sets[0].shape[2]])  # of each view
+        self.equal_gains = (0.0,) * len(self.places) if places else ()
         self.known: dict[Setting, _Curve] = {}
-        self.means: dict[_PowerMean, _Curve] = {}
-        views = [sets.float().split(self.places, 2) for sets in self.sets]
-        self.views = [torch.cat([parts[view].mean(2) for parts in views]) for view in range(len(self.places))]
-        self.view_curves = [self._curve(mean) for mean in self.views]
+        self.means = torch.cat([sets.float().mean(2) for sets in self.sets])
+        self.average = self._curve(self.means)
 
     def judge_average(self, with_gain: bool) -> Judged:
+        curve = self.average
         if not with_gain:
-            curve = self._curve(self.views[0], with_gain=False)
-            return _cross_fit(self.images, lambda images: _PowerMean(1.0, ()), lambda _: curve)
-        return _cross_fit(self.images, lambda images: _PowerMean(1.0, self._view_gains(images)), self._mean)
+            first = torch.cat([sets[:, :, : self.places[0]].float().mean(2) for sets in self.sets])
+            curve = self._curve(first, with_gain=False)
+        return _cross_fit(self.images, lambda images: None, lambda _: curve)
 
     def judge_gem(self) -> Judged:
-        def fit(images: Tensor) -> _PowerMean:
-            gains = self._view_gains(images)
-            return min(
-                [_PowerMean(power, gains) for power in _GEM_POWERS], key=lambda p: self._cost(self._mean(p), images)
-            )
+        def pooled(power: float) -> Tensor:
+            return torch.cat([s.float().clamp_min(1e-6).pow(power).mean(2).pow(1 / power) for s in self.sets])
 
-        return _cross_fit(self.images, fit, self._mean)
-
-    def _mean(self, mean: _PowerMean) -> _Curve:
-        """The curve of average pooling, or of GeM."""
-        if mean not in self.means:
-            chunks = [self._scaled(sets, mean.view_gains) for sets in self.sets]
-            if mean.power == 1.0:
-                pooled = [x.mean(2) for x in chunks]
-            else:
-                pooled = [x.clamp_min(1e-6).pow(mean.power).mean(2).pow(1 / mean.power) for x in chunks]
-            self.means[mean] = self._curve(torch.cat(pooled))
-        return self.means[mean]
-
-    def _view_gains(self, images: Tensor) -> tuple[float, ...]:
-        """Logarithms of the gains with which the average of each view alone does best, less that of the first."""
-        if len(self.places) == 1:
-            return ()
-        best = [curve.of(images) for curve in self.view_curves]
-        gains = [math.log(curve.gain(*curve.best())) for curve in best]
-        # Rounded, so that fits on different images try the same settings, which are computed once.
-        return tuple(round(round((gain - gains[0]) / _VIEW_STEP) * _VIEW_STEP, 6) for gain in gains)
-
-    def _scaled(self, sets: Tensor, view_gains: tuple[float, ...]) -> Tensor:
-        """Sets (b, D, N) in float32, the samples of each view times its gain."""
-        x = sets.float()
-        if not any(view_gains):
-            return x
-        gains = torch.tensor(view_gains).exp().repeat_interleave(torch.tensor(self.places))
-        return x * gains.to(x.device)
+        curves = {power: self._curve(pooled(power)) for power in _GEM_POWERS}
+        return _cross_fit(
+            self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
+        )
 
     def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> Judged:
         spreads = self._spreads(views)
+        coarse = [
+            Setting(view, multiple * spreads[view], power, view_gains=self.equal_gains)
+            for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
+            if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
+        ]
+        self._try(coarse)
 
         def fit(images: Tensor) -> Setting:
-            gains = self._view_gains(images)
-            coarse = [
-                Setting(view, multiple * spreads[view], power, view_gains=gains)
-                for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
-                if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
-            ]
-            self._try(coarse)
             best = min(coarse, key=lambda setting: self._cost(self.known[setting], images))
             return self._refined(best, images, prior)
 
@@ -501,12 +461,13 @@ class _Search:
         axes = ['temperature']
         axes += ['power'] if prior == 'norm' else []
         axes += ['penalty'] if 'sample_penalty' in self.options.starting_weights() else []
+        axes += [f'view {view}' for view in range(1, len(self.places))]
         least = self._cost(self.known[best], images)
         for size, axis in product((1.0, 0.5), axes):
             for way in (size, -size):
                 start = best
                 for _ in range(_MOST_STEPS):
-                    setting = _moved(best, axis, way * _STEPS[axis])
+                    setting = _moved(best, axis, way * _STEPS[axis.split()[0]])
                     self._try([setting])
                     cost = self._cost(self.known[setting], images)
                     if cost >= least:
@@ -533,10 +494,9 @@ class _Search:
             curve = self.known[setting].of(images)
             return abs(math.log(curve.gain(*curve.best()) / average))
 
-        curve = self._mean(_PowerMean(1.0, best.view_gains)).of(images)
+        curve = self.average.of(images)
         least, average = loss(best), curve.gain(*curve.best())
-        mild = [setting for setting in self.known if setting.view_gains == best.view_gains]
-        mild = [setting for setting in mild if prior == 'norm' or setting.power == 0.0]
+        mild = [setting for setting in self.known if prior == 'norm' or setting.power == 0.0]
         mild = [setting for setting in mild if not _exceeds(loss(setting), least)]
         return min([best, *mild], key=distance)
 
@@ -560,6 +520,13 @@ class _Search:
         for setting, chunks in pooled.items():
             self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
 
+    def _scaled(self, sets: Tensor, view_gains: tuple[float, ...]) -> Tensor:
+        """Sets (b, D, N) in float32, the samples of each view times its gain."""
+        if not any(view_gains):
+            return sets.float()
+        gains = torch.tensor(view_gains).exp().repeat_interleave(torch.tensor(self.places))
+        return sets.float() * gains.to(sets.device)
+
     def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
         return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
@@ -578,6 +545,13 @@ class _Search:
 
 
 def _moved(setting: Setting, axis: str, amount: float) -> Setting:
+    def rounded(value: float) -> float:
+        return float(f'{value:.6g}')  # so that a step and a step back lead to where one was
+
+    if axis.startswith('view '):
+        gains, view = list(setting.view_gains), int(axis.split()[1])
+        gains[view] = rounded(gains[view] + amount)
+        return setting._replace(view_gains=tuple(gains))
     value = getattr(setting, axis)
     value = value + amount if axis == 'power' else value * math.exp(amount)
-    return setting._replace(**{axis: float(f'{value:.6g}')})  # so that a step and a step back lead to where one was
+    return setting._replace(**{axis: rounded(value)})

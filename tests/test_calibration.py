@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
-from rotp_vision.calibration import Setting, _Curve, _PowerMean, _Search
+from rotp_vision.calibration import Setting, _Curve, _Search
 
 
 class Peaks(nn.Module):
@@ -133,7 +133,7 @@ def test_the_mildest_is_the_nearest_to_average_pooling_whatever_its_gain():
         return _Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
 
     search = _Search.__new__(_Search)
-    search.metric, search.means = 'loss', {_PowerMean(1.0, ()): curve(3.0, 1.0)}
+    search.metric, search.average = 'loss', curve(3.0, 1.0)
     sharp, best, mild, worse = (Setting('rms', temperature) for temperature in (1.0, 2.0, 4.0, 8.0))
     search.known = {sharp: curve(1.1, 0.91), best: curve(1.5, 0.9), mild: curve(2.5, 0.91), worse: curve(2.9, 0.99)}
     assert search._mildest(best, images, 'uniform') == mild

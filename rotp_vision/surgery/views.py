@@ -67,8 +67,8 @@ def _check(made: 'Views', pool: nn.Module) -> None:
                 features.append(made.model.forward_features(image.new_zeros(1, image.shape[1], size, size)))  # pyright: ignore
             except Exception as error:  # the model may raise anything
                 raise ValueError(
-                    f'the model does not take images of {size} × {size} ({type(error).__name__}: {error}); choose sizes '
-                    'that it takes, or create a network of tokens with dynamic_img_size=True'
+                    f'the model does not take images of {size} × {size} ({type(error).__name__}: {error}); choose '
+                    'sizes that it takes, or create a network of tokens with dynamic_img_size=True'
                 ) from error
         reason = 'forward_features must return one map or one sequence of tokens'
         if all(isinstance(x, Tensor) and x.dim() in (3, 4) for x in features):
@@ -163,9 +163,7 @@ class Views(nn.Module):
         return [
             x
             if size == largest
-            else F.interpolate(
-                x, (height * size // largest, width * size // largest), mode='bilinear', antialias=True
-            )
+            else F.interpolate(x, (height * size // largest, width * size // largest), mode='bilinear', antialias=True)
             for size in self.sizes
         ]
 
