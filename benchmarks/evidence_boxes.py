@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.evidence_poolings import CHUNK, GEM
-from benchmarks.real_data import Network, images_of, maps_of
+from benchmarks.real_data import Network, column_of, maps_of
 from rotp_vision.layers import ROTPool
 
 Box = tuple[float, float, float, float]
@@ -22,14 +22,14 @@ SMALL = 0.15  # of the image, to which the largest box of a small object amounts
 
 def boxes_of(network: Network, data: Path, limit: int | None) -> tuple[list[str], Boxes]:
     """Files of the network's images in their order, and width, height and boxes in pixels of each file."""
-    files = images_of(network, data, limit).with_transform(None)['file']
+    files = column_of(network, data, 'file', limit)
     found: Boxes = {}
     with (data / 'images' / f'{network.images}_boxes.csv').open() as lines:
         for row in csv.DictReader(lines):
             size = int(row['width']), int(row['height'])
             corners = (float(row['x0']), float(row['y0']), float(row['x1']), float(row['y1']))
             found.setdefault(row['file'], (*size, []))[2].append(corners)
-    return list(files), found
+    return files, found
 
 
 def areas_of(network: Network, data: Path, limit: int | None) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import evidence_report
-from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS
-from benchmarks.real_data import Network, images_of, maps_of
+from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS, Maps, pooled
+from benchmarks.real_data import Network, column_of, maps_of
 from rotp_vision.probing import fit_probe
 from rotp_vision.probing.fit import balanced_accuracy
 from rotp_vision.probing.ridge import RidgeFolds, assign_folds
@@ -45,8 +45,7 @@ TRAINED: dict[str, Callable[[int], nn.Module]] = {'ABMIL (trained)': ABMIL, 'Sim
 
 def groups_of(network: Network, args: argparse.Namespace, dataset: str, features: Tensor) -> Tensor:
     """(images,) numbers of the groups that must not be divided: by their column, or by likeness where it has none."""
-    images = images_of(network._replace(images=dataset, label='label'), args.data, args.limit)
-    names = images.with_transform(None)['group']
+    names = column_of(network._replace(images=dataset), args.data, 'group', args.limit)
     groups = torch.from_numpy(np.unique(names, return_inverse=True)[1])
     if dataset != 'magnetic_tile6':
         return groups
@@ -75,16 +74,21 @@ def run(network: Network, model: nn.Module, args: argparse.Namespace, kept: Call
     for dataset in args.classes:
         stem = args.output / 'judged' / f'{network.builder}-{dataset}'
         found = kept(stem.with_suffix('.pt'), args.finished_only, lambda: measure(network, model, args, dataset))  # noqa: B023
-        if found is not None:
-            settings += [evidence_report.of_classes(network.name, dataset, found, labels) for labels in found['labels']]
+        if found is None:
+            continue
+        path = stem.with_name(f'{stem.name}-trained.pt')
+        trained = kept(path, args.finished_only, lambda: train(network, model, args, dataset, found))  # noqa: B023
+        for run, rights in zip(found['runs'], (trained or {}).get('right', []), strict=False):
+            run['right'] |= rights
+        settings += [evidence_report.of_classes(network.name, dataset, found, labels) for labels in found['labels']]
     return settings
 
 
 def measure(network: Network, model: nn.Module, args: argparse.Namespace, dataset: str) -> dict[str, Any]:
     """Right predictions of every pooling on held-out groups, by number of labels and split."""
     maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
-    pooled = _pool_all(maps)
-    groups = groups_of(network, args, dataset, pooled[AVERAGE, 0])
+    features = _pool_all(maps, targets)
+    groups = groups_of(network, args, dataset, features[AVERAGE, 0])
     most = int(targets.bincount().min()) * (FOLDS - 1) // FOLDS
     numbers = [labels for labels in LABELS if labels <= most or labels == min(n for n in LABELS if n >= min(most, 60))]
     runs = []
@@ -93,39 +97,43 @@ def measure(network: Network, model: nn.Module, args: argparse.Namespace, datase
             fit, judged = draw(targets, groups, labels, seed)
             rights, said = {}, {}
             for name in PEERS:
-                rights[name], said[name] = _judge_peer(name, pooled, targets, groups, fit, judged)
+                rights[name], said[name] = _judge_peer(name, features, targets, groups, fit, judged)
             result = fit_probe(maps[fit], targets[fit], groups[fit])
             predicted = torch.cat([result.predict(maps[part]) for part in judged.split(CHUNK)])
             rights[OURS] = (predicted == targets[judged]).float()
             said[OURS] = f'{result.chosen.name} {result.chosen.pooling.setting}'
-            if labels == TRAINED_LABELS:
-                for name, make in TRAINED.items():
-                    rights[name] = _train(make, maps, targets, fit, judged, seed)
-            runs.append({'labels': labels, 'judged': judged, 'right': rights, 'setting': said})
+            runs.append({'labels': labels, 'fit': fit, 'judged': judged, 'right': rights, 'setting': said})
             shown = ', '.join(f'{n} {100 * balanced_accuracy(r, targets[judged]):.1f}' for n, r in rights.items())
             print(f'{network.name}, {dataset}, {labels} labels, split {seed}: {shown}; ours: {said[OURS]}', flush=True)
     return {'labels': numbers, 'runs': runs, 'targets': targets, 'groups': groups}
 
 
-def _pool_all(maps: Tensor) -> dict[tuple[str, int], Tensor]:
-    """(images, C) features by every setting of every peer; maps are read once. A gain changes nothing here."""
+def train(
+    network: Network, model: nn.Module, args: argparse.Namespace, dataset: str, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Right predictions of the trained poolings on the same images, run by run; none where they are not run."""
+    maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
+    rights = []
+    for place, run in enumerate(found['runs']):
+        images = run['fit'], run['judged']
+        makes = TRAINED.items() if run['labels'] == TRAINED_LABELS else ()
+        rights.append({name: _train(make, maps, targets, *images, seed=place) for name, make in makes})
+    return {'right': rights}
+
+
+def _pool_all(maps: Tensor, targets: Tensor) -> dict[tuple[str, int], Tensor]:
+    """(images, C) features by every setting of every peer. A gain changes nothing here."""
     pools = {
         (name, place): pool
         for name, settings in PEERS.items()
         if name != AVERAGE_GAIN
         for place, (_, pool) in enumerate(settings)
     }
-    features: dict[tuple[str, int], list[Tensor]] = {key: [] for key in pools}
-    with torch.inference_mode():
-        for part in torch.arange(len(maps)).split(CHUNK):
-            sets = maps[part].float().flatten(2)
-            for key, pool in pools.items():
-                features[key].append(pool(sets))
-    return {key: torch.cat(parts) for key, parts in features.items()}
+    return pooled(pools, Maps([maps], targets), torch.arange(len(maps)))
 
 
 def _judge_peer(
-    name: str, pooled: dict[tuple[str, int], Tensor], targets: Tensor, groups: Tensor, fit: Tensor, judged: Tensor
+    name: str, features: dict[tuple[str, int], Tensor], targets: Tensor, groups: Tensor, fit: Tensor, judged: Tensor
 ) -> tuple[Tensor, str]:
     """Right predictions of a ridge classifier on the setting that does best in cross-validation, and that setting."""
     family = AVERAGE if name == AVERAGE_GAIN else name
@@ -133,7 +141,7 @@ def _judge_peer(
     folds = assign_folds(targets[fit], groups[fit], 5)
 
     def score(place: int) -> float:
-        ridge = RidgeFolds(pooled[family, place][fit], targets[fit], folds, num_classes)
+        ridge = RidgeFolds(features[family, place][fit], targets[fit], folds, num_classes)
         right = torch.empty(len(fit))
         for k in range(ridge.num_folds):
             images, logits = ridge.held_out(k)
@@ -142,9 +150,9 @@ def _judge_peer(
 
     places = range(len(PEERS[family]))
     place = max(places, key=score) if len(places) > 1 else 0
-    features = pooled[family, place]
-    classifier = RidgeFolds(features[fit], targets[fit], torch.zeros_like(fit), num_classes).classifier()
-    predicted = classifier(features[judged]).argmax(1)
+    chosen = features[family, place]
+    classifier = RidgeFolds(chosen[fit], targets[fit], torch.zeros_like(fit), num_classes).classifier()
+    predicted = classifier(chosen[judged]).argmax(1)
     return (predicted == targets[judged]).float(), PEERS[family][place][0]
 
 

@@ -1,7 +1,6 @@
 """The poolings that evidence.py compares, how they are fitted to kept maps of a frozen classifier, and judged."""
 
 import copy
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -155,7 +154,7 @@ def judge_peers(
     trials: dict[str, list[tuple[float, float, int, tuple[float, ...]]]] = {name: [] for name in names}
     for view_gains in log_gains:
         candidates = {(name, place): pool for name in names for place, (_, pool) in enumerate(PEERS[name])}
-        for (name, place), features in _pooled(candidates, maps, fit, view_gains).items():
+        for (name, place), features in pooled(candidates, maps, fit, view_gains).items():
             trials[name].append((*_best_gain(classifier, features, maps.labels[fit]), place, view_gains))
     results = {}
     for name in names:
@@ -171,22 +170,23 @@ def judge_peers(
         seen = maps
         if name == AVERAGE:
             gain, said, seen, view_gains = 1.0, [], Maps(maps.views[:1], maps.labels), (0.0,)
-        features = _pooled({name: pool}, seen, judged, view_gains)[name]
+        features = pooled({name: pool}, seen, judged, view_gains)[name]
         with torch.inference_mode():
             logits = classifier(gain * features)
         results[name] = outcome(logits, maps.labels[judged], ', '.join(filter(None, said)))
     return results
 
 
-def _pooled(pools: dict[Any, Pool], maps: Maps, index: Tensor, log_gains: Sequence[float]) -> dict[Any, Tensor]:
+def pooled(pools: dict[Any, Pool], maps: Maps, index: Tensor, log_gains: Sequence[float] = ()) -> dict[Any, Tensor]:
     """(images, C) features by each of the pools; maps are read once."""
-    features: dict[Any, list[Tensor]] = {key: [] for key in pools}
+    # Made before the loop: small results between large temporary tensors would leave the memory in pieces.
+    features = {key: torch.empty(len(index), maps.views[0].shape[1]) for key in pools}
     with torch.inference_mode():
-        for part in index.split(CHUNK):
-            sets = maps.sets(part, log_gains)
+        for begin in range(0, len(index), CHUNK):
+            sets = maps.sets(index[begin : begin + CHUNK], log_gains)
             for key, pool in pools.items():
-                features[key].append(pool(sets))
-    return {key: torch.cat(parts) for key, parts in features.items()}
+                features[key][begin : begin + CHUNK] = pool(sets)
+    return features
 
 
 def _best_gain(classifier: nn.Linear, features: Tensor, labels: Tensor) -> tuple[float, float]:

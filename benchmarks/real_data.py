@@ -92,6 +92,11 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
     return images
 
 
+def column_of(network: Network, data: Path, column: str, limit: int | None = None) -> list[Any]:
+    """A column of the network's images, in the order of `images_of`."""
+    return _rows(network, data).select_columns([column])[:limit][column]
+
+
 class SmallObjects(Dataset):
     """Photos shrunk to a part of the side of what a network sees, each at a random place of another, blurred or not."""
 

@@ -108,6 +108,7 @@ class Views(nn.Module):
         self.gain = PositiveWeight(1.0, (len(sizes),))
         parameter = next(model.parameters())
         self.gain.to(parameter.device, parameter.dtype)
+        self.pretrained_cfg = self.default_cfg = _config(model, max(sizes))
         self.train(model.training)
 
     @property
@@ -119,12 +120,8 @@ class Views(nn.Module):
         return self.model.num_classes  # pyright: ignore[reportReturnType]
 
     @property
-    def pretrained_cfg(self) -> dict[str, Any]:
-        """That of the network, for images of the largest size, so that timm's transforms make these."""
-        config = dict(self.model.pretrained_cfg or {})  # pyright: ignore[reportCallIssue, reportArgumentType]
-        channels = config.get('input_size', (3,))[0]
-        named = {key: _inside_model(config[key]) for key in ('classifier', 'first_conv') if config.get(key)}
-        return config | named | {'input_size': (channels, max(self.sizes), max(self.sizes))}
+    def num_features(self) -> int:
+        return self.model.num_features  # pyright: ignore[reportReturnType]
 
     def get_classifier(self) -> nn.Module:
         return self.model.get_classifier()  # pyright: ignore[reportCallIssue]
@@ -160,12 +157,14 @@ class Views(nn.Module):
                 f'images must come at the largest of the sizes {self.sizes}, a shorter side of {largest}, as '
                 f'timm.data.resolve_model_data_config(model) says, got {height} × {width}'
             )
-        return [
-            x
-            if size == largest
-            else F.interpolate(x, (height * size // largest, width * size // largest), mode='bilinear', antialias=True)
-            for size in self.sizes
-        ]
+        # Half precision is widened, as not every device downscales it.
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+        def at(size: int) -> Tensor:
+            shape = (height * size // largest, width * size // largest)
+            return F.interpolate(wide, shape, mode='bilinear', antialias=True).to(x.dtype)
+
+        return [x if size == largest else at(size) for size in self.sizes]
 
     def forward_views(self, views: Sequence[Tensor]) -> Tensor:
         """Logits of views of your own, such as crops, one batch (B, C, H, W) of images for each of `sizes`."""
@@ -194,6 +193,14 @@ class Views(nn.Module):
         if self.channels_last:
             return torch.cat([x.flatten(1, 2) for x in scaled], 1).unsqueeze(2)
         return torch.cat([x.flatten(2) for x in scaled], 2).unsqueeze(3)
+
+
+def _config(model: nn.Module, size: int) -> dict[str, Any]:
+    """The configuration of a timm model, for images of another size, so that timm's transforms make these."""
+    config = dict(getattr(model, 'pretrained_cfg', None) or {})
+    channels = config.get('input_size', (3,))[0]
+    named = {key: _inside_model(config[key]) for key in ('classifier', 'first_conv') if config.get(key)}
+    return config | named | {'input_size': (channels, size, size)}
 
 
 def _inside_model(names: str | Sequence[str]) -> str | tuple[str, ...]:
