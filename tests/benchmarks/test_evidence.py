@@ -190,23 +190,23 @@ def data(tmp_path_factory):
 
 
 def test_maps_go_on_where_they_were(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(real_data, 'SHARD', 16)
+    monkeypatch.setattr(real_data, 'SHARD', 8)
     model = real_data.build(RESNET, data)
-    whole, labels = maps_of(RESNET, model, data, tmp_path / 'a', None, 'half-sharp')
+    whole, labels = maps_of(RESNET, model, data, tmp_path / 'a', 20, 'half-sharp')
     calls = 0
 
     def stop(x, forward=model.forward_features):
         nonlocal calls
         calls += 1
-        if calls == 3:  # within the second shard
+        if calls == 2:
             raise KeyboardInterrupt
         return forward(x)
 
     monkeypatch.setattr(model, 'forward_features', stop)
     with pytest.raises(KeyboardInterrupt):
-        maps_of(RESNET, model, data, tmp_path / 'b', None, 'half-sharp')
-    again, same = maps_of(RESNET, model, data, tmp_path / 'b', None, 'half-sharp')
-    assert calls == 3 + 4  # of 40 images the first 16, in batches of ten, were kept: 16 and 8 are left
+        maps_of(RESNET, model, data, tmp_path / 'b', 20, 'half-sharp')
+    again, same = maps_of(RESNET, model, data, tmp_path / 'b', 20, 'half-sharp')
+    assert calls == 2 + 2  # of three shards the first was kept
     assert torch.equal(again, whole)
     assert torch.equal(same, labels)
 
