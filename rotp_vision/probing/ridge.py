@@ -108,7 +108,9 @@ class RidgeFolds:
     def _fit(self, left_out: Sequence[int]) -> Linear:
         """The classifier of the coordinates, fitted on all folds but some."""
         kept = [sums for k, sums in enumerate(self.sums) if k not in left_out]
-        weight, mean, targets, products, cross = (sum(parts) for parts in zip(*kept, strict=True))
+        weight, mean, targets, products, cross = _Sums(
+            *(torch.stack(parts).sum(0) for parts in zip(*kept, strict=True))
+        )
         mean, targets = mean / weight, targets / weight
         products = products / weight - mean[:, None] * mean
         cross = cross / weight - mean[:, None] * targets
