@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import evidence_boxes, evidence_classes, evidence_report
-from benchmarks.evidence_poolings import AVERAGE, OURS, PEERS, Maps, Outcome, calibrated, judge_ours, judge_peers
+from benchmarks.evidence_poolings import OURS, PEERS, Maps, Outcome, calibrated, judge_ours, judge_peers
 from benchmarks.paper import Results, renew_page
 from benchmarks.real_data import NETWORKS, SMALL, Network, add_data_arguments, build, maps_of
 from rotp_vision.files import replacing
@@ -42,9 +42,9 @@ def task_maps(network: Network, model: nn.Module, task: str, args: argparse.Name
             network, model, args.data, args.cache, min(filter(None, (limit, args.limit)), default=None), name
         )
 
-    if task == TWO_SCALES:  # the smaller view is made as `Views` makes it, from the larger image
-        (small, labels), (large, _) = made('384-to-224', SHIFTED), made('384', SHIFTED)
-        return Maps([small, large], labels)
+    if task == TWO_SCALES:  # each view is made from the photo
+        (small, _), (large, labels) = made(PLAIN, None), made('384', SHIFTED)
+        return Maps([small[: len(large)], large], labels)
     maps, labels = made(task, None if task == PLAIN else SHIFTED)
     return Maps([maps], labels)
 
@@ -58,9 +58,6 @@ def run_task(network: Network, model: nn.Module, task: str, args: argparse.Names
     outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged)  # pyright: ignore
     setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
     outcomes[OURS] = judge_ours(ours, maps, judged, setting)
-    if task == TWO_SCALES:  # average pooling is that of the network as it was used before, on images of its own size
-        plain = task_maps(network, model, PLAIN, args)
-        outcomes |= judge_peers([AVERAGE], model.get_classifier(), plain, fit, judged)  # pyright: ignore
     return {
         'outcomes': {name: tuple(outcome) for name, outcome in outcomes.items()},
         'judged': judged,

@@ -14,7 +14,6 @@ import torch
 from datasets import load_dataset
 from PIL import Image, ImageFilter
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision import transforms
 from tqdm import tqdm
@@ -131,18 +130,17 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
         network: whose images and transform.
         data: the data directory.
         limit: use only so many images.
-        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; '384-to-224' for images
-            that are made for the first side and then resized to the second; one of `SMALL` for `SmallObjects`; or the
-            name of an image file, whose labels are those of its column 'label'.
+        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; one of `SMALL` for
+            `SmallObjects`; or the name of an image file, whose labels are those of its column 'label'.
     """
     if task in SMALL:
         part, background = task.split('-')
         return SmallObjects(network, data, limit or 1500, PARTS[part], BLUR[background])
     if task == 'plain':
         return images_of(network, data, limit)
-    if not task[0].isdigit():
+    if not task.isdigit():
         return images_of(network._replace(images=task, label='label'), data, limit)
-    side = int(task.split('-')[0])
+    side = int(task)
     return images_of(network._replace(resize=round(side * network.resize / network.size), size=side), data, limit)
 
 
@@ -165,8 +163,6 @@ def maps_of(
                 continue
             batch = [images[index] for index in range(begin, min(begin + SHARD, len(images)))]
             x = torch.stack([row['x'] for row in batch]).contiguous(memory_format=torch.channels_last)
-            if '-to-' in task:
-                x = resized(x, int(task.split('-to-')[1]))
             with torch.inference_mode():
                 maps = torch.cat([model.forward_features(part).half() for part in x.split(BATCH)])  # pyright: ignore
                 maps = maps.contiguous()
@@ -181,10 +177,6 @@ def maps_of(
     shards = sorted(directory.glob('*.pt'), key=lambda shard: int(shard.stem))
     labels = torch.cat([torch.load(shard, weights_only=True) for shard in shards])
     return torch.from_numpy(np.load(path, mmap_mode='c')), labels
-
-
-def resized(x: Tensor, side: int) -> Tensor:
-    return F.interpolate(x, (side, side), mode='bilinear', antialias=True)
 
 
 def main():

@@ -182,7 +182,8 @@ def calibrate(
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
         loader: batches of (images, class indices), on any device; a few hundred images, in an order without meaning.
-            Use the image size at which the model will be used.
+            Use the image size at which the model will be used. Instead of images, a list of views where `views` takes
+            one.
         views: what the plan may see.
         priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
         metric: what decides, 'loss' or 'top1'. A pooling that is sharp enough to lower the loss most may cost a little
@@ -220,7 +221,7 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        places = model.places(collected.image_shape) if isinstance(model, Views) else None
+        places = model.places(collected.example) if isinstance(model, Views) else None
         search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing, places)
         peers = {
             'average': search.judge_average(with_gain=False),

@@ -20,9 +20,11 @@ def views(model: nn.Module, sizes: Sequence[int] = (224, 384)) -> 'Views':
     """A converted network that sees an image at several sizes and pools the maps of all as one set.
 
     The new network takes images of the largest size, which it downscales to the others, so that loaders, timm's
-    transforms, `calibrate`, `compare` and exports see a network like any other. `Views.forward_views` takes views of
-    your own, such as crops. It costs what the network costs at each of the sizes. `calibrate` it: the features of
-    another size have another scale, and only a plan that is sharper than the mean makes use of the larger size.
+    transforms, `calibrate`, `compare` and exports see a network like any other. Photos should be at least as large: one
+    that is upscaled to the largest size and then down to the smallest is blurred. In place of images it also takes a
+    list of views of your own, one batch for each size: crops, or sizes that were each made from the photo. It costs
+    what the network costs at each of the sizes. `calibrate` it: the features of another size have another scale, and
+    only a plan that is sharper than the mean makes use of the larger size.
 
     Args:
         model: a network with a global ROT pool (see `convert`) and timm's `forward_features` and `forward_head`. It
@@ -130,12 +132,11 @@ class Views(nn.Module):
         inner: Any = getattr(self.model, 'no_weight_decay', set)
         return {'gain.beta', *(f'model.{name}' for name in inner())}
 
-    def places(self, image_shape: Sequence[int]) -> list[int]:
-        """How many places the map of each view has for an image (C, H, W), or how many tokens."""
+    def places(self, x: Tensor | Sequence[Tensor]) -> list[int]:
+        """How many places the map of each view has, or how many tokens; `x` as in `forward`."""
         with undisturbed(self):
-            image = self.gain.start.new_zeros(1, *image_shape, dtype=self.gain.beta.dtype)
-            features = [self.model.forward_features(view) for view in self.resized(image)]  # pyright: ignore
-        return [x[:, self.num_prefix_tokens :, 0].numel() if x.dim() == 3 else self.map_size(x) for x in features]
+            features = [self.model.forward_features(view) for view in self.views_of(x)]  # pyright: ignore
+        return [x[0, self.num_prefix_tokens :, 0].numel() if x.dim() == 3 else self.map_size(x) for x in features]
 
     def map_size(self, x: Tensor) -> int:
         """Number of places of a map."""
@@ -145,9 +146,24 @@ class Views(nn.Module):
         """Multiply the gains of the views."""
         self.gain.set(self.gain().detach() * torch.tensor(factors, device=self.gain.start.device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of images (B, C, H, W) whose shorter side is the largest of `sizes`."""
-        return self.forward_views(self.resized(x))
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+        """Logits of images (B, C, H, W) whose shorter side is the largest of `sizes`.
+
+        Or of views of your own, such as crops: a list of such batches, one for each of `sizes`, in any size.
+        """
+        return self.forward_head(self.forward_features(x))
+
+    def forward_features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+        """The last maps, or tokens, of all views as one, as the network's head takes them."""
+        return self.joined([self.model.forward_features(view) for view in self.views_of(x)])  # pyright: ignore
+
+    def views_of(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+        """The views that are given, or those of images that are."""
+        if isinstance(x, Tensor):
+            return self.resized(x)
+        if len(x) != len(self.sizes):
+            raise ValueError(f'views must be {len(self.sizes)} batches of images, one for each size, got {len(x)}')
+        return x
 
     def resized(self, x: Tensor) -> list[Tensor]:
         """The views of images: the images at each size, downscaled with antialiasing."""
@@ -165,16 +181,6 @@ class Views(nn.Module):
             return F.interpolate(wide, shape, mode='bilinear', antialias=True).to(x.dtype)
 
         return [x if size == largest else at(size) for size in self.sizes]
-
-    def forward_views(self, views: Sequence[Tensor]) -> Tensor:
-        """Logits of views of your own, such as crops, one batch (B, C, H, W) of images for each of `sizes`."""
-        if len(views) != len(self.sizes):
-            raise ValueError(f'views must be {len(self.sizes)} batches of images, one for each size, got {len(views)}')
-        return self.forward_head(self.joined([self.model.forward_features(view) for view in views]))  # pyright: ignore
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """The last maps, or tokens, of all views as one, as the network's head takes them."""
-        return self.joined([self.model.forward_features(view) for view in self.resized(x)])  # pyright: ignore
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
         return self.model.forward_head(features, pre_logits=pre_logits)  # pyright: ignore[reportCallIssue]

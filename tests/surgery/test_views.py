@@ -53,7 +53,7 @@ def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
         logits = made(x)
         model(small), model(x)
     together, first, second = map(sets, seen)
-    assert made.places((3, 96, 96)) == [first.shape[2], second.shape[2]]
+    assert made.places(x) == [first.shape[2], second.shape[2]]
     assert torch.equal(together, torch.cat([1.5 * first, 0.5 * second], 2))
     assert logits.shape == (2, 5)
     # The head reads nothing else: the same pooled features give the same logits.
@@ -67,10 +67,10 @@ def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
 def test_views_of_your_own():
     made = views(converted(), (64, 96))
     crops = [x[..., :64, :64], x[..., 32:, 32:]]
-    assert torch.equal(made.forward_views(made.resized(x)), made(x))
-    assert made.forward_views(crops).shape == (2, 5)
+    assert torch.equal(made(made.resized(x)), made(x))
+    assert made(crops).shape == (2, 5)
     with pytest.raises(ValueError, match='2 batches of images, one for each size, got 3'):
-        made.forward_views([*crops, x])
+        made([*crops, x])
 
 
 def test_rectangles_keep_their_proportions():
@@ -164,6 +164,16 @@ def test_calibrate():
     assert gains[1] > 1.2
     assert made.gain().tolist() == pytest.approx(gains, rel=1e-4)
     assert f'sizes times 1, {gains[1]:.2g}' in str(report)
+
+
+def test_calibrate_reads_views_of_your_own():
+    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16))
+    images, targets = two_sizes(64, 0)
+    report = calibrate(copy.deepcopy(made), [(images, targets)])
+    same = calibrate(made, [(made.resized(images), targets)])
+    assert str(same) == str(report)
+    with pytest.raises(ValueError, match='must be floating point'):
+        calibrate(made, [([images, None], targets)])
 
 
 def test_compare_and_revert():
