@@ -374,13 +374,12 @@ def test_opcheck(operator, view):
     solver, structure, _ = operator
     name = {'sinkhorn': 'sinkhorn_pool'}.get(solver.name, 'coupled_badmm_pool' if solver.coupled else 'badmm_pool')
     quadratic, similarity = solver.name == 'badmm-q', solver.similarity if structure else ''
-    options = (2, False, similarity) if name == 'sinkhorn_pool' else (quadratic, similarity)
-    forces = quadratic + structure
-    rows = {'sinkhorn_pool': 5 + structure, 'coupled_badmm_pool': 21 + 3 * forces}.get(name, 3 + forces)
+    options = (2, False) if name == 'sinkhorn_pool' else (quadratic,)
+    rows = {'sinkhorn_pool': 6, 'coupled_badmm_pool': 27, 'badmm_pool': 9}[name]
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
     inputs = (x, log_p0, log_q0, torch.rand(rows, 2) + 0.5)
     differentiable = tuple(value.requires_grad_() for value in inputs)
-    options = (view, *options)
+    options = (view, similarity, *options)
     torch.library.opcheck(getattr(torch.ops.rotp_vision, name).default, (*differentiable, *options))
     fixed = tuple(value.detach() for value in inputs)
     backward = getattr(torch.ops.rotp_vision, f'{name}_backward').default
