@@ -67,7 +67,6 @@ class _Kinds(NamedTuple):
 
 def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:
     """c X + L and w of the last module."""
-    tape.expect(2 * len(modules) - 1)
     forced = quadratic or tape.similarity != ''
 
     def parts(plan: Plan) -> list[Plan | Variable]:

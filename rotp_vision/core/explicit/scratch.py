@@ -206,15 +206,15 @@ def shift_rows(x: Tensor, masked: Tensor | None, out: Tensor | None) -> tuple[Te
     return shifted, peak
 
 
-def balance_rows(logits_grad: Tensor, d_features: Tensor, grad: Tensor) -> None:
+def balance_rows(logits_grad: Tensor, d_features: Tensor, divisor: Tensor) -> None:
     """Take off what the rows of the logits' gradient of a pooling, (b, D, N), fail to add up to zero by.
 
     That is rounding, of features far from zero and of samples that have all but the whole weight, and not small beside
-    what is left of such a gradient. `d_features` are the weights of the pooling times `grad` (b, D, 1), the gradient of
-    its result.
+    what is left of such a gradient. `d_features` are the weights of the pooling times the gradient of its result, which
+    `divisor` (b, D, 1) is where it is not zero.
     """
     excess = logits_grad.sum(2, keepdim=True)
-    logits_grad.addcmul_(d_features, excess / grad.masked_fill(grad == 0, 1.0), value=-1)
+    logits_grad.addcmul_(d_features, excess / divisor, value=-1)
 
 
 def store(values: Tensor, out: Tensor) -> None:

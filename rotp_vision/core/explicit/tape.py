@@ -106,7 +106,7 @@ class Variable:
     A vector is finite on masked samples, where nobody reads it.
     """
 
-    __slots__ = ('_exp', 'axis', 'grad', 'high', 'reach', 'value', 'wanted')
+    __slots__ = ('_exp', 'axis', 'grad', 'high', 'reach', 'read_again', 'value', 'wanted')
 
     def __init__(self, value: Tensor, axis: int, reach: float = math.inf, high: float = 0.0, wanted: bool = True) -> None:
         self.value = value
@@ -114,6 +114,7 @@ class Variable:
         self.reach = reach  # a bound on how far entries of a vector lie apart, on the size of those of a matrix
         self.high = high  # of the logarithm of a marginal, a bound on its entries
         self.wanted = wanted  # whether its gradient is
+        self.read_again = False  # whether the way back needs the value, for the gradient of a coefficient
         self.grad: Tensor | None = None
         self._exp: Tensor | None = None
 
@@ -168,13 +169,14 @@ class Logits:
     def __init__(self, scale: Coefficient, *terms: tuple[Factor, Variable]) -> None:
         self.scale = scale
         self.terms = terms
+        _note_reads(terms)
         self.shared: _Shared | None = None
 
 
 class _Sweep:
     """exp(logits + vector - shift), with the gradient of the logits on the way back."""
 
-    __slots__ = ('exponentials', 'grad', 'has_lse', 'in_stack', 'logits', 'top', 'total', 'vector')
+    __slots__ = ('exponentials', 'grad', 'has_lse', 'in_stack', 'logits', 'recorded', 'top', 'total', 'vector')
 
     def __init__(
         self, logits: Logits, vector: Variable, exponentials: Tensor, total: Tensor, top: Tensor | None
@@ -186,6 +188,7 @@ class _Sweep:
         self.grad: Tensor | None = None  # (b, D, N), over the exponentials once nobody needs them any more
         self.has_lse = False
         self.in_stack = False
+        self.recorded = False
 
 
 class _Shared(NamedTuple):
@@ -233,7 +236,8 @@ class Tape:
             ours = seen.may_overwrite and (inputs.similarity != 'cosine' or needs is None)  # whose way back reads X
             self._x, self._peak = shift_rows(self._x, self._masked, self._x if ours else scratch.take())
             self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
-        self._buffers: dict[int, Tensor | None] = {}  # for sweeps that are not kept: one for each axis
+        self._buffers: dict[int, Tensor | None] = {}  # for sweeps that are not kept: one, or with plans one for each axis
+        self._has_plans = False
         self._last: _Sweep | None = None  # the sweep whose exponentials were made last
         self._free: list[Tensor] = []  # (b, D, N) buffers that are needed no more on the way back
         self._spare: Tensor | None = None  # for the gradients of sweeps
@@ -253,16 +257,17 @@ class Tape:
     def combine(self, *terms: tuple[Factor, 'Variable | Plan']) -> Variable:
         """Σ factor · source, of vectors along the same axis, of matrices and plans, or of forces.
 
-        A matrix that comes first with a factor of one is used up where nothing is recorded.
+        A matrix that comes first with a factor of one is used up, unless the way back needs its value.
         """
         (first, source), *others = terms
         axis = BOTH if isinstance(source, Plan) else source.axis
-        out = self._room() if axis == BOTH else None
+        _note_reads(terms)
         if first == 1.0 and isinstance(source, Variable):
             value = source.value
-            out = out if self.recording or axis != BOTH else self._scratch.over(value)
+            out = None if axis != BOTH else self._room() if self.recording and source.read_again else self._scratch.over(value)
         else:
-            value = torch.mul(*_product(first, source), out=out)
+            value = torch.mul(*_product(first, source), out=self._room() if axis == BOTH else None)
+            out = self._scratch.over(value) if axis == BOTH else None
         for factor, other in others:
             if isinstance(other, Variable) and isinstance(factor, float):
                 value = torch.add(value, other.value, alpha=factor, out=out)
@@ -337,7 +342,7 @@ class Tape:
 
         Where nothing is recorded, it lasts until the next sweep along that axis.
         """
-        sweep = self._swept(logits, vector)
+        sweep, self._has_plans = self._swept(logits, vector), True
         weight = log_marginal.exp() / sweep.total
         if vector.axis == FEATURES:
             weight = self._fill(weight, 0.0)
@@ -530,10 +535,15 @@ class Tape:
         sweep = self._sweep(logits, vector)
         separate = self._seen.averaged is not None
         features = self._seen.averaged if separate else self._x
-        d_features = torch.mul(sweep.exponentials, grad / sweep.total, out=self._scratch.buffer())
+        in_stack, exponentials = sweep.in_stack, sweep.exponentials
+        d_features = torch.mul(
+            exponentials, grad / sweep.total, out=self._scratch.buffer() if in_stack else exponentials
+        )
         moved = torch.mul(d_features, features, out=spare).sum(SAMPLES, keepdim=True)
-        sweep.grad = torch.addcmul(spare, sweep.exponentials, moved / sweep.total, value=-1, out=sweep.exponentials)
-        balance_rows(sweep.grad, d_features, grad)
+        divisor = grad.masked_fill(grad == 0, 1.0)
+        out = exponentials if in_stack else spare
+        sweep.grad = torch.addcmul(spare, d_features, moved / divisor, value=-1, out=out)
+        balance_rows(sweep.grad, d_features, divisor)
         self._dx: Tensor | None = None
         if needs.features:
             self._dx = self._scratch.buffer() if separate else d_features
@@ -595,6 +605,7 @@ class Tape:
         if sweep is None or sweep.logits is not logits or sweep.vector is not vector:
             sweep = self._sweep(logits, vector)
             if self._needs is not None and self.recording:
+                sweep.recorded = True
                 self._back.append(lambda sweep=sweep: self._end_sweep(sweep))
         return sweep
 
@@ -613,9 +624,10 @@ class Tape:
         elif self._needs is not None and self.recording:
             out = self._scratch.take()
         else:
-            if vector.axis not in self._buffers:
-                self._buffers[vector.axis] = self._scratch.take()
-            out = self._buffers[vector.axis]
+            axis = vector.axis if self._has_plans else SAMPLES
+            if axis not in self._buffers:
+                self._buffers[axis] = self._scratch.take()
+            out = self._buffers[axis]
         if logits.shared is not None:
             weights, top = self._shared_weights(logits.shared, vector)
             y = torch.mul(logits.shared.exponentials, weights, out=out)
@@ -695,7 +707,7 @@ class Tape:
             self._logits_back(sweep.grad, sweep.logits, in_stack=sweep.in_stack)
         elif sweep.in_stack:
             sweep.exponentials.zero_()
-        if not sweep.in_stack:
+        if sweep.recorded and not sweep.in_stack:
             self._free.append(sweep.exponentials)
 
     def _logits_back(self, grad: Tensor, logits: Logits, *, in_stack: bool) -> None:
@@ -744,6 +756,12 @@ class Tape:
 
 def _log_sum(sweep: _Sweep) -> Tensor:
     return sweep.total.log() if sweep.top is None else sweep.total.log() + sweep.top
+
+
+def _note_reads(terms: tuple[tuple[Factor, Variable | Plan], ...]) -> None:
+    for factor, source in terms:
+        if isinstance(factor, Coefficient) and isinstance(source, Variable):
+            source.read_again = True
 
 
 def _push(logits: Logits) -> float:
