@@ -16,7 +16,7 @@ from v = log q0, Z = M = 0, S = p0 q0. The last module ends at the weights of th
 is no M. As adding a feature vector to X changes nothing (u takes it up), the tape's peaks do not matter.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -26,19 +26,8 @@ from rotp_vision.core.explicit.scratch import ChunkSize
 from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
-
-class _Kinds(NamedTuple):
-    """The coefficients of a module; of all modules each is (T,)."""
-
-    beta: Any  # β
-    kappa: Any  # κ
-    kappa_beta: Any  # κ β
-    step: Any  # ρ
-    minus_step: Any  # -ρ
-    minus_inverse: Any  # -1/ρ
-    roughness: Any  # -α1/ρ
-    structure: Any  # α0/ρ
-    kappa_structure: Any  # κ α0/ρ
+# The coefficients of a module, the values of what is assigned to them below.
+_Kinds = namedtuple('_Kinds', 'beta kappa kappa_beta step minus_step minus_inverse roughness structure kappa_structure')
 
 
 def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:

@@ -22,7 +22,7 @@ the pooling, softmax_n(c X + L + w). Without Φ there are no matrices. Where the
 is for X plus s · peaks, and so c · peaks less in r; of both only peaks / ρ is left, in log P1.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -32,37 +32,13 @@ from rotp_vision.core.explicit.scratch import ChunkSize
 from rotp_vision.core.explicit.tape import Coefficient, Logits, Plan, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
-
-class _Kinds(NamedTuple):
-    """The coefficients of a module; of all modules each is (T,). Named after what they are to what they multiply."""
-
-    scale_p: Any  # c
-    scale_s: Any  # s
-    w_now: Any  # 1 + ρ'/ρ
-    w_before: Any  # -ρ'/ρ
-    row_u: Any  # of log P1
-    row_mu: Any
-    row_p0: Any
-    row_peaks: Any
-    kappa: Any  # κ
-    keep_u: Any  # α1'/(α1 + ρ)
-    column_v: Any  # of log Sᵀ1
-    column_lse: Any
-    column_eta: Any
-    column_q0: Any
-    mu_p0: Any  # of log μ
-    mu_mu: Any
-    mu_row: Any
-    eta_q0: Any  # of log η
-    eta_eta: Any
-    eta_column: Any
-    keep_m: Any  # 1 - α1'/ρ
-    rough_p: Any  # the weight -α1 of a plan in Φ(S) / ρ,
-    rough_before: Any  # in Φ'(P') / ρ
-    rough_s: Any  # and in κ Φ / ρ
-    force_p: Any  # likewise the weight α0 of Σ1 S Σ2
-    force_before: Any
-    force_s: Any
+# The coefficients of a module, the values of what is assigned to them below.
+_Kinds = namedtuple(
+    '_Kinds',
+    'scale_p scale_s w_now w_before row_u row_mu row_p0 row_peaks kappa keep_u column_v column_lse column_eta '
+    'column_q0 mu_p0 mu_mu mu_row eta_q0 eta_eta eta_column keep_m rough_p rough_before rough_s force_p '
+    'force_before force_s',
+)
 
 
 def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:

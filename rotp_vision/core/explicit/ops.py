@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, store
-from rotp_vision.core.explicit.tape import Coefficient, Common, Inputs, Logits, Needs, Tape, Variable
+from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
 
 # (tape, modules, each with one coefficient of every kind, *options) -> the logits and the sample vector of the pooling
 Run = Callable[..., tuple[Logits, Variable]]
@@ -28,16 +28,17 @@ def decompositions() -> dict[Any, Callable]:
     return dict(_decompositions)
 
 
-def _common(log_p0: Tensor, log_q0: Tensor, coefficients: Tensor, eager: bool) -> Common:
-    num_modules = coefficients.shape[1]
-    numbers = coefficients.t().tolist() if eager else [[math.nan] * len(coefficients)] * num_modules
+def _batch(features, log_p0, log_q0, coefficients, view, similarity, *, eager: bool) -> Batch:
+    num_kinds, num_modules = coefficients.shape
+    numbers = coefficients.t().tolist() if eager else [[math.nan] * num_kinds] * num_modules
     values = [module.unbind() for module in coefficients.unbind(1)]
     modules = [[Coefficient(*pair) for pair in zip(*each, strict=True)] for each in zip(values, numbers, strict=True)]
-    present = log_q0[log_q0 != -torch.inf] if eager else log_q0
-    if not eager or not present.numel():
-        return Common(modules, eager, True, (-math.inf, 0.0), (-math.inf, 0.0))
-    ranges = [tuple(torch.stack(log.aminmax()).tolist()) for log in (log_p0, present)]
-    return Common(modules, eager, present.numel() < log_q0.numel(), *ranges)
+    any_masked, ranges = True, [(-math.inf, 0.0), (-math.inf, 0.0)]
+    if eager and features.shape[0]:
+        present = log_q0[log_q0 != -torch.inf]
+        any_masked = present.numel() < log_q0.numel()
+        ranges = [torch.stack(log.aminmax()).tolist() for log in (log_p0, present)]
+    return Batch(features, log_p0, log_q0, view, similarity, modules, eager, any_masked, *ranges)
 
 
 def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkSize]) -> None:
@@ -53,51 +54,39 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
         chunk_size: of a backward by the similarity and the options; its `parts` are for the forward alone.
     """
 
-    def gather(sets: slice, features, log_p0, log_q0, view, similarity, common) -> Inputs:
-        return Inputs(features[sets], log_p0[sets].unsqueeze(2), log_q0[sets].unsqueeze(1), view, similarity, common)
-
-    def solve(tape: Tape, common: Common, extra: tuple) -> tuple[Logits, Variable]:
-        return run(tape, common.modules, *extra)
-
     def run_forward(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
-        pooled = features.new_empty(features.shape[:2])
-        device = features.device.type
-        with torch.autocast(device, enabled=False):
-            common = _common(log_p0, log_q0, coefficients, device == 'cpu')
+        pooled = make_pooled(features)
+        eager = features.device.type == 'cpu'
+        with torch.autocast(features.device.type, enabled=False):
+            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
             enlarge, parts, multiplies = chunk_size(similarity, *extra)
             size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
             for sets, scratch in chunks(features, size, log_p0.dtype):
-                tape = Tape(gather(sets, features, log_p0, log_q0, view, similarity, common), scratch)
-                pooled[sets] = tape.pool(*solve(tape, common, extra)).squeeze(2)
+                tape = Tape(batch, sets, scratch)
+                pooled[sets] = tape.pool(*run(tape, batch.modules, *extra)).squeeze(2)
         return pooled
 
     def run_whole(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
-        common = _common(log_p0, log_q0, coefficients, False)
-        inputs = gather(slice(None), features, log_p0, log_q0, view, similarity, common)
-        tape = Tape(inputs, NoScratch(features, log_p0.dtype))
-        return tape.pool(*solve(tape, common, extra)).squeeze(2).to(features.dtype)
+        batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=False)
+        tape = Tape(batch, slice(None), NoScratch(features, log_p0.dtype))
+        return tape.pool(*run(tape, batch.modules, *extra)).squeeze(2).to(features.dtype)
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
-        d_features, d_log_p0, d_log_q0, d_coefficients = total
-        device = features.device.type
-        with torch.autocast(device, enabled=False):
-            common = _common(log_p0, log_q0, coefficients, device == 'cpu')
+        eager = features.device.type == 'cpu'
+        with torch.autocast(features.device.type, enabled=False):
+            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             for sets, scratch in chunks(features, chunk_size(similarity, *extra)._replace(parts=1), log_p0.dtype):
-                inputs = gather(sets, features, log_p0, log_q0, view, similarity, common)
-                tape = Tape(inputs, scratch, Needs(*needs))
-                end = solve(tape, common, extra)
-                part = tape.gradients(*end, grad[sets].unsqueeze(2).to(log_p0.dtype))
-                if part.features is not None:
-                    store(part.features, d_features[sets])
-                if part.log_p0 is not None:
-                    d_log_p0[sets] = part.log_p0.squeeze(2)
-                if part.log_q0 is not None:
-                    d_log_q0[sets] = part.log_q0.squeeze(1)
+                tape = Tape(batch, sets, scratch, Needs(*needs))
+                end = run(tape, batch.modules, *extra)
+                parts = tape.gradients(*end, grad[sets].unsqueeze(2).to(log_p0.dtype))
+                for part, whole in zip(parts, total, strict=False):
+                    if part is not None:
+                        store(part.view(part.shape[0], *whole.shape[1:]), whole[sets])
             if needs[-1]:
-                each = [coefficient.gradient() for module in common.modules for coefficient in module]
-                d_coefficients.copy_(torch.stack(each).view_as(coefficients.t()).t())
+                each = [coefficient.gradient() for module in batch.modules for coefficient in module]
+                total[-1].copy_(torch.stack(each).view_as(coefficients.t()).t())
         return total
 
     def make_pooled(features, *others) -> Tensor:

@@ -28,7 +28,6 @@ class Scratch:
         self._buffers: list[Tensor] = []
         self._stack: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._current = 0
-        self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken = 0
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
@@ -39,7 +38,6 @@ class Scratch:
         self._taken = 0
         if num_sets != self._current:
             self._current = num_sets
-            self._flat.clear()
             self._stack = None
 
     def take(self) -> Tensor | None:
@@ -79,17 +77,6 @@ class Scratch:
     def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
         """`values`, over themselves, with a number where the mask `where` says."""
         return values.masked_fill_(where, value)
-
-    def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """Sum of a · b over everything; both (b, D, N) with contiguous features."""
-        return torch.dot(self.flat(a), self.flat(b))
-
-    def flat(self, values: Tensor) -> Tensor:
-        """(b·N·D) the values of a (b, D, N) with contiguous features."""
-        # Remembered for all chunks of this size: making the view costs as much as a small operation.
-        if id(values) not in self._flat:
-            self._flat[id(values)] = values, values.mT.view(-1)
-        return self._flat[id(values)][1]
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
@@ -206,15 +193,15 @@ def shift_rows(x: Tensor, masked: Tensor | None, out: Tensor | None) -> tuple[Te
     return shifted, peak
 
 
-def balance_rows(logits_grad: Tensor, d_features: Tensor, divisor: Tensor) -> None:
+def balance_rows(logits_grad: Tensor, d_features: Tensor, grad: Tensor) -> None:
     """Take off what the rows of the logits' gradient of a pooling, (b, D, N), fail to add up to zero by.
 
     That is rounding, of features far from zero and of samples that have all but the whole weight, and not small beside
-    what is left of such a gradient. `d_features` are the weights of the pooling times the gradient of its result, which
-    `divisor` (b, D, 1) is where it is not zero.
+    what is left of such a gradient. `d_features` are the weights of the pooling times `grad` (b, D, 1), the gradient of
+    its result.
     """
     excess = logits_grad.sum(2, keepdim=True)
-    logits_grad.addcmul_(d_features, excess / divisor, value=-1)
+    logits_grad.addcmul_(d_features, excess / grad.masked_fill(grad == 0, 1.0), value=-1)
 
 
 def store(values: Tensor, out: Tensor) -> None:

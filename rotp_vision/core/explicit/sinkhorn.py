@@ -16,7 +16,7 @@ Where K is large enough for a module to converge, backward need not go through a
 through one step from the fixed point, by the implicit function theorem.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 from torch import Tensor
@@ -26,16 +26,8 @@ from rotp_vision.core.explicit.scratch import ChunkSize
 from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
-
-class _Kinds(NamedTuple):
-    """The coefficients of a module; of all modules each is (T,)."""
-
-    scale: Any  # s
-    keep: Any  # τ/α1'
-    feature_rate: Any  # α2/(α1' + α2)
-    sample_rate: Any  # α3/(α1' + α3)
-    lift: Any  # 1/(α1' + α2)
-    structure: Any  # α0/α1'
+# The coefficients of a module, the values of what is assigned to them below.
+_Kinds = namedtuple('_Kinds', 'scale keep feature_rate sample_rate lift structure')
 
 
 def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
@@ -71,7 +63,9 @@ def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit:
             v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
             tape.fixed_point(logits, before, u, v, module.feature_rate.value * module.sample_rate.value)
             if k + 1 < len(modules):
-                u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, v)  # as it depends on the fixed point
+                u = _half_step(
+                    tape, logits, module.feature_rate, u_kept, p0_left, v
+                )  # as it depends on the fixed point
     assert logits is not None
     return logits, v
 

@@ -97,7 +97,7 @@ class Structure:
         self._d_gram = torch.zeros_like(self._gram)
 
     def act_back(self, grad: Tensor, mixing: Tensor, d_mixing: Tensor | None) -> Tensor:
-        """Back through `act`, whose result has the gradient `grad` (b, D, N): the gradient of W, added to `d_mixing`."""
+        """Back through `act`, whose result has the gradient `grad`: the gradient of W, added to `d_mixing`."""
         tall = self._tall(grad)
         if self._d_a is not None:
             self._add_product(self._d_a, tall, mixing, self._d_a)

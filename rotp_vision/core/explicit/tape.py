@@ -18,6 +18,7 @@ solver are then those of the shifted X; its docstring says where it has to add t
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, cast
 
 import torch
@@ -39,48 +40,37 @@ from rotp_vision.core.structure import Similarity
 BOTH, FEATURES, SAMPLES, MIXING = 0, 1, 2, 3  # the axes of (b, D, N), and of the matrices of `Structure`
 
 
+@dataclass(eq=False, slots=True)
 class Coefficient:
     """A scalar that a solver multiplies with, of one module, the same for all chunks; they add to its gradient."""
 
-    __slots__ = ('_along', 'number', 'scaled_slopes', 'slopes', 'value')
-
-    def __init__(self, value: Tensor, number: float) -> None:
-        self.value = value
-        self.number = number  # the value, NaN where it may not be read
-        self.slopes: list[Tensor] = []  # terms of its gradient,
-        self.scaled_slopes: list[Tensor] = []  # and others (b, ·, 1), whose sum is yet to be divided by the value
-        self._along: Tensor | None = None
-
-    def along(self, num_features: int) -> Tensor:
-        """(1, D, 1) the value as a feature vector."""
-        if self._along is None:
-            self._along = self.value.expand(1, num_features, 1).contiguous()
-        return self._along
+    value: Tensor
+    number: float  # the value, NaN where it may not be read
+    along: Tensor | None = None  # (1, D, 1) the value as a feature vector, once somebody has made it
+    slopes: list[Tensor] = field(default_factory=list)  # terms of its gradient,
+    scaled_slopes: list[Tensor] = field(default_factory=list)  # and (b, ·, 1) whose sum is to be divided by the value
 
     def gradient(self) -> Tensor:
         total = torch.stack(self.slopes).sum() if self.slopes else torch.zeros_like(self.value)
         return total + torch.cat(self.scaled_slopes).sum() / self.value if self.scaled_slopes else total
 
 
-class Inputs(NamedTuple):
-    """What a solver reads, for a chunk of b sets."""
+Factor = Coefficient | float
 
-    features: Tensor  # (b, D, N) any dtype
-    log_p0: Tensor  # (b, D, 1)
-    log_q0: Tensor  # (b, 1, N), -inf on masked samples
+
+class Batch(NamedTuple):
+    """What a solver reads."""
+
+    features: Tensor  # (B, D, N) any dtype
+    log_p0: Tensor  # (B, D)
+    log_q0: Tensor  # (B, N), -inf on masked samples
     view: str  # what the plan sees of the features, see `view_of`
     similarity: str  # of the structural term; '' where there is none
-    common: 'Common'
-
-
-class Common(NamedTuple):
-    """What all chunks have in common."""
-
     modules: list[list[Coefficient]]
     eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
     any_masked: bool  # whether some sample may be
-    p0: tuple[float, float]  # if eager, the smallest and the largest log p0
-    q0: tuple[float, float]  # and log q0 of samples that are not masked
+    p0_range: tuple[float, float]  # if eager, the smallest and the largest log p0
+    q0_range: tuple[float, float]  # and log q0 of samples that are not masked
 
 
 class Needs(NamedTuple):
@@ -92,36 +82,20 @@ class Needs(NamedTuple):
     coefficients: bool
 
 
-class Gradients(NamedTuple):
-    """Gradients of `Inputs` with the same shapes; None where not wanted."""
-
-    features: Tensor | None
-    log_p0: Tensor | None
-    log_q0: Tensor | None
-
-
+@dataclass(eq=False, slots=True)
 class Variable:
-    """A vector (b, D, 1) or (b, 1, N), a matrix (b, D, N) or that of a force (b, M, M), and its gradient on the way back.
+    """A vector (b, D, 1) or (b, 1, N), a matrix (b, D, N) or that of a force (b, M, M), with its gradient.
 
     A vector is finite on masked samples, where nobody reads it.
     """
 
-    __slots__ = ('_exp', 'axis', 'grad', 'high', 'reach', 'read_again', 'value', 'wanted')
-
-    def __init__(self, value: Tensor, axis: int, reach: float = math.inf, high: float = 0.0, wanted: bool = True) -> None:
-        self.value = value
-        self.axis = axis
-        self.reach = reach  # a bound on how far entries of a vector lie apart, on the size of those of a matrix
-        self.high = high  # of the logarithm of a marginal, a bound on its entries
-        self.wanted = wanted  # whether its gradient is
-        self.read_again = False  # whether the way back needs the value, for the gradient of a coefficient
-        self.grad: Tensor | None = None
-        self._exp: Tensor | None = None
-
-    def exp(self) -> Tensor:
-        if self._exp is None:
-            self._exp = self.value.exp()
-        return self._exp
+    value: Tensor
+    axis: int
+    reach: float = math.inf  # a bound on how far entries of a vector lie apart, on the size of those of a matrix
+    high: float = 0.0  # of the logarithm of a marginal, a bound on its entries
+    wanted: bool = True  # whether its gradient is
+    read_again: bool = False  # whether the way back needs the value, for the gradient of a coefficient
+    grad: Tensor | None = None
 
     def add_grad(self, grad: Tensor, factor: Tensor | float = 1.0, *, own: bool = False) -> None:
         """Add factor · grad; `own` if nobody else has it and the factor is one."""
@@ -135,10 +109,6 @@ class Variable:
             self.grad.add_(grad, alpha=factor)
 
 
-Factor = Coefficient | float
-Recorded = TypeVar('Recorded')
-
-
 class _Pull(NamedTuple):
     """A part of the gradient of a plan: factor · grad."""
 
@@ -147,18 +117,20 @@ class _Pull(NamedTuple):
     last: bool  # whether nobody reads `grad` afterwards
 
 
+@dataclass(eq=False, slots=True)
 class Plan:
-    """exponentials · weight, with the parts of its gradient on the way back."""
+    """exponentials · weight, with the parts of its gradient."""
 
-    __slots__ = ('exponentials', 'potential', 'pulls', 'reach', 'recorded', 'weight')
+    exponentials: Tensor  # (b, D, N), of the product of the priors (b, D, 1)
+    weight: Tensor  # (b, D, 1) or (b, 1, N)
+    potential: Variable | None  # log marginal - LSE(logits + vector); none of the product of the priors
+    reach: float  # a bound on its entries
+    recorded: int  # how much was recorded before it
+    pulls: list[_Pull] = field(default_factory=list)
 
-    def __init__(self, exponentials: Tensor, weight: Tensor, reach: float, recorded: int) -> None:
-        self.exponentials = exponentials  # (b, D, N), of the product of the priors (b, D, 1)
-        self.weight = weight  # (b, D, 1) or (b, 1, N)
-        self.reach = reach  # a bound on its entries
-        self.recorded = recorded  # how much was recorded before it
-        self.potential: Variable | None = None  # log marginal - LSE(logits + vector), of any plan but that of the priors
-        self.pulls: list[_Pull] = []
+
+Terms = tuple[tuple[Factor, Variable | Plan], ...]
+Recorded = TypeVar('Recorded', Variable, Plan)
 
 
 class Logits:
@@ -167,28 +139,27 @@ class Logits:
     __slots__ = ('scale', 'shared', 'terms')
 
     def __init__(self, scale: Coefficient, *terms: tuple[Factor, Variable]) -> None:
-        self.scale = scale
-        self.terms = terms
-        _note_reads(terms)
+        self.scale, self.terms = scale, terms
         self.shared: _Shared | None = None
+        _note_reads(terms)
 
 
+@dataclass(eq=False, slots=True)
 class _Sweep:
-    """exp(logits + vector - shift), with the gradient of the logits on the way back."""
+    """exp(logits + vector - top - a constant), with the gradient of the logits."""
 
-    __slots__ = ('exponentials', 'grad', 'has_lse', 'in_stack', 'logits', 'recorded', 'top', 'total', 'vector')
+    logits: Logits
+    vector: Variable
+    in_stack: bool
+    exponentials: Tensor  # (b, D, N)
+    total: Tensor  # their sum along the vector's axis, kept
+    top: Tensor | None  # like total; None for zero
+    grad: Tensor | None = None  # (b, D, N), over the exponentials once nobody needs them any more
+    has_lse: bool = False
 
-    def __init__(
-        self, logits: Logits, vector: Variable, exponentials: Tensor, total: Tensor, top: Tensor | None
-    ) -> None:
-        self.logits, self.vector = logits, vector
-        self.exponentials = exponentials  # (b, D, N)
-        self.total = total  # their sum along the vector's axis, kept
-        self.top = top  # the shift but for a constant, like total; None where there is no more to it
-        self.grad: Tensor | None = None  # (b, D, N), over the exponentials once nobody needs them any more
-        self.has_lse = False
-        self.in_stack = False
-        self.recorded = False
+    def log_sum(self) -> Tensor:
+        """LSE(logits + vector) but for the constant."""
+        return self.total.log() if self.top is None else self.total.log() + self.top
 
 
 class _Shared(NamedTuple):
@@ -210,39 +181,42 @@ class _Shared(NamedTuple):
 class Tape:
     """Vectors, plans and matrices made from each other; recorded if `needs` says which gradients are wanted."""
 
-    def __init__(self, inputs: Inputs, scratch: Scratch, needs: Needs | None = None) -> None:
-        self._common = common = inputs.common
-        self._masked = inputs.log_q0 == -torch.inf if common.any_masked else None
-        self._seen = seen = Seen(inputs.features, inputs.view, self._masked, scratch, common.eager)
+    def __init__(self, batch: Batch, sets: slice, scratch: Scratch, needs: Needs | None = None) -> None:
+        """Of the sets of a chunk."""
+        log_p0, log_q0 = batch.log_p0[sets].unsqueeze(2), batch.log_q0[sets].unsqueeze(1)
+        self._masked = log_q0 == -torch.inf if batch.any_masked else None
+        self._seen = seen = Seen(batch.features[sets], batch.view, self._masked, scratch, batch.eager)
         self._x = seen.x
         self._needs = needs
         self.recording = needs is not None  # off, vectors are constants of what follows
         self._scratch = scratch
         self._back: list[Callable[[], None]] = []
-        (p_low, p_high), (q_low, q_high) = common.p0, common.q0
         wanted = needs or Needs(False, False, False, False)
-        self.log_p0 = Variable(inputs.log_p0, FEATURES, p_high - p_low, p_high, wanted.log_p0)
-        self.log_q0 = Variable(self._fill(inputs.log_q0, 0.0), SAMPLES, q_high - q_low, q_high, wanted.log_q0)
+        self._wants_slopes = wanted.coefficients
+        (p_low, p_high), (q_low, q_high) = batch.p0_range, batch.q0_range
+        self.log_p0 = Variable(log_p0, FEATURES, p_high - p_low, p_high, wanted.log_p0)
+        self.log_q0 = Variable(self._fill(log_q0, 0.0), SAMPLES, q_high - q_low, q_high, wanted.log_q0)
+        self._exp = {id(v): v.value.exp() for v in (self.log_p0, self.log_q0)}
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
         self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
-        self.similarity = inputs.similarity
+        self.similarity = batch.similarity
         self._structure: Structure | None = None
         self._force_reach = math.inf
-        if inputs.similarity:
-            self._structure = Structure(self._x, self._masked, cast(Similarity, inputs.similarity), scratch)
-            self._force_reach = self._structure.largest() if common.eager else math.inf
+        if batch.similarity:
+            self._structure = Structure(self._x, self._masked, cast(Similarity, batch.similarity), scratch)
+            self._force_reach = self._structure.largest() if batch.eager else math.inf
         self._spread, self._spread_was_read = seen.spread, False  # of the rows of X, at most
-        if common.eager:
-            ours = seen.may_overwrite and (inputs.similarity != 'cosine' or needs is None)  # whose way back reads X
+        if batch.eager:
+            ours = seen.may_overwrite and (batch.similarity != 'cosine' or needs is None)  # whose way back reads X
             self._x, self._peak = shift_rows(self._x, self._masked, self._x if ours else scratch.take())
             self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
-        self._buffers: dict[int, Tensor | None] = {}  # for sweeps that are not kept: one, or with plans one for each axis
+        self._kept: dict[int, Tensor | None] = {}  # buffers of sweeps not recorded: one, with plans one for each axis
+        self._ring: list[Tensor | None] = []  # buffers of matrices not recorded
         self._has_plans = False
         self._last: _Sweep | None = None  # the sweep whose exponentials were made last
         self._free: list[Tensor] = []  # (b, D, N) buffers that are needed no more on the way back
         self._spare: Tensor | None = None  # for the gradients of sweeps
         self._shared_buffers: tuple[Tensor, Tensor] | None = None  # of the last shared exponentials
-        self._wants_slopes = wanted.coefficients
         self._stack: Tensor | None = None  # (count, b·N·D) the exponentials of recorded sweeps, one after the other,
         self._rows: tuple[Tensor, ...] = ()  # the same as buffers (b, D, N),
         self._scales: list[Coefficient] = []  # and how X enters each
@@ -254,53 +228,55 @@ class Tape:
 
     # Vectors and matrices
 
-    def combine(self, *terms: tuple[Factor, 'Variable | Plan']) -> Variable:
+    def combine(self, *terms: tuple[Factor, Variable | Plan]) -> Variable:
         """Σ factor · source, of vectors along the same axis, of matrices and plans, or of forces.
 
         A matrix that comes first with a factor of one is used up, unless the way back needs its value.
         """
         (first, source), *others = terms
-        axis = BOTH if isinstance(source, Plan) else source.axis
+        plan_sized = isinstance(source, Plan) or source.axis == BOTH
         _note_reads(terms)
         if first == 1.0 and isinstance(source, Variable):
             value = source.value
-            out = None if axis != BOTH else self._room() if self.recording and source.read_again else self._scratch.over(value)
+            kept = self.recording and source.read_again
+            out = self._room() if plan_sized and kept else self._scratch.over(value)
         else:
-            value = torch.mul(*_product(first, source), out=self._room() if axis == BOTH else None)
-            out = self._scratch.over(value) if axis == BOTH else None
+            value = torch.mul(*_product(first, source), out=self._room() if plan_sized else None)
+            out = self._scratch.over(value)
         for factor, other in others:
+            out = out if plan_sized else None
             if isinstance(other, Variable) and isinstance(factor, float):
                 value = torch.add(value, other.value, alpha=factor, out=out)
             else:
                 value = torch.addcmul(value, *_product(factor, other), out=out)
-            out = self._scratch.over(value) if axis == BOTH else None
-        reach = sum(abs(_number(factor)) * other.reach for factor, other in terms)
-        result = Variable(value, axis, reach)
+            out = self._scratch.over(value)
+        axis = source.axis if isinstance(source, Variable) else BOTH
+        result = Variable(value, axis, sum(abs(_number(factor)) * other.reach for factor, other in terms))
         return self._record(result, lambda: self._combine_back(result, terms))
 
-    def _combine_back(self, result: Variable, terms: tuple[tuple[Factor, 'Variable | Plan'], ...]) -> None:
+    def _combine_back(self, result: Variable, terms: Terms) -> None:
         grad = result.grad
         if grad is None:
             return
-        plans = [source for _, source in terms if isinstance(source, Plan)]
-        last = min(plans, key=lambda plan: plan.recorded) if plans else None  # to be met on the way back
-        handed_on = False
+        handed_on, plans = False, []
         for factor, source in terms:
             if isinstance(source, Plan):
                 source.pulls.append(_Pull(grad, factor, False))
+                plans.append(source)
                 continue
             if isinstance(factor, Coefficient):
                 self._add_slope(factor, grad, source.value)
             if factor == 1.0 and source.axis == BOTH and source.grad is None and not handed_on:
-                source.grad, handed_on = grad, True
+                source.grad, handed_on = grad, True  # which is not written to before the plans have read it
             else:
                 self._add_grad(source, grad, factor)
         if result.axis == BOTH:
-            if last is None and not handed_on:
+            if plans and not handed_on:
+                pulls = min(plans, key=lambda plan: plan.recorded).pulls  # of the plan that the way back meets last
+                pulls[-1] = pulls[-1]._replace(last=True)
+            elif not handed_on:
                 self._free.append(grad)
-            elif last is not None:
-                last.pulls[-1] = last.pulls[-1]._replace(last=not handed_on)
-            if result.value is not getattr(terms[0][1], 'value', None):
+            if all(result.value is not source.value for _, source in terms if isinstance(source, Variable)):
                 self._free.append(result.value)
 
     def log_softmax(self, vector: Variable) -> Variable:
@@ -324,7 +300,7 @@ class Tape:
             return self._shared_lse(logits.shared, vector)
         sweep = self._swept(logits, vector)
         sweep.has_lse = True
-        result = Variable(_log_sum(sweep), 3 - vector.axis, self._reach(logits))
+        result = Variable(sweep.log_sum(), 3 - vector.axis, self._reach(logits))
 
         def back() -> None:
             if result.grad is None:
@@ -343,13 +319,14 @@ class Tape:
         Where nothing is recorded, it lasts until the next sweep along that axis.
         """
         sweep, self._has_plans = self._swept(logits, vector), True
-        weight = log_marginal.exp() / sweep.total
+        marginal = self._exp.get(id(log_marginal))
+        weight = (log_marginal.value.exp() if marginal is None else marginal) / sweep.total
         if vector.axis == FEATURES:
             weight = self._fill(weight, 0.0)
-        plan = Plan(sweep.exponentials, weight, math.exp(log_marginal.high), len(self._back))
         simple = sweep.top is None and self._masked is None
-        potential = weight.log() if simple else log_marginal.value - _log_sum(sweep)
-        plan.potential = Variable(potential, 3 - vector.axis, log_marginal.reach + self._reach(logits))
+        potential = weight.log() if simple else log_marginal.value - sweep.log_sum()
+        potential = Variable(potential, 3 - vector.axis, log_marginal.reach + self._reach(logits))
+        plan = Plan(sweep.exponentials, weight, potential, math.exp(log_marginal.high), len(self._back))
         return self._record(plan, lambda: self._plan_back(plan, sweep, log_marginal))
 
     def _plan_back(self, plan: Plan, sweep: _Sweep, log_marginal: Variable) -> None:
@@ -404,8 +381,8 @@ class Tape:
 
     def prior_plan(self) -> Plan:
         """The product of the priors, zero on masked samples."""
-        p, q = self.log_p0.exp(), self._fill(self.log_q0.exp(), 0.0)
-        plan = Plan(p, q, math.exp(self.log_p0.high + self.log_q0.high), len(self._back))
+        (p, q), high = self._exp.values(), self.log_p0.high + self.log_q0.high
+        plan = Plan(p, self._fill(q, 0.0), None, math.exp(high), len(self._back))
 
         def back() -> None:
             if plan.pulls:
@@ -501,7 +478,7 @@ class Tape:
         return self._record(result, back)
 
     def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor | None]:
-        """What E is weighted with in a sweep, largest one, and what the logarithm of the sum lacks but for a constant."""
+        """What E is weighted with, largest one, and what the logarithm of the sum lacks but for a constant."""
         if vector.axis == SAMPLES:
             values = self._fill(vector.value, -torch.inf)
             return (values - values.amax(SAMPLES, keepdim=True)).exp_(), shared.top
@@ -526,8 +503,11 @@ class Tape:
             pooled = pooled + self._peak
         return self._seen.pooled(pooled)
 
-    def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> Gradients:
-        """The gradients of everything that led to `pool(logits, vector)`, whose own is `grad` (b, D, 1)."""
+    def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> list[Tensor | None]:
+        """The gradients of features, log p0 and log q0 by way of `pool(logits, vector)`, whose own is `grad` (b, D, 1).
+
+        None where not wanted. Those of coefficients are added to them.
+        """
         assert self._needs is not None
         needs = self._needs
         spare = self._spare = self._scratch.buffer()
@@ -536,14 +516,13 @@ class Tape:
         separate = self._seen.averaged is not None
         features = self._seen.averaged if separate else self._x
         in_stack, exponentials = sweep.in_stack, sweep.exponentials
-        d_features = torch.mul(
-            exponentials, grad / sweep.total, out=self._scratch.buffer() if in_stack else exponentials
-        )
-        moved = torch.mul(d_features, features, out=spare).sum(SAMPLES, keepdim=True)
-        divisor = grad.masked_fill(grad == 0, 1.0)
-        out = exponentials if in_stack else spare
-        sweep.grad = torch.addcmul(spare, d_features, moved / divisor, value=-1, out=out)
-        balance_rows(sweep.grad, d_features, divisor)
+        mean = torch.mul(exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
+        out = self._scratch.buffer() if in_stack else exponentials
+        d_features = torch.mul(exponentials, grad / sweep.total, out=out)
+        sweep.grad = torch.sub(features, mean, out=exponentials if in_stack else spare).mul_(d_features)
+        if separate or self._structure is not None or not in_stack:
+            # X itself is next to zero where it weighs most, so that little is rounded.
+            balance_rows(sweep.grad, d_features, grad)
         self._dx: Tensor | None = None
         if needs.features:
             self._dx = self._scratch.buffer() if separate else d_features
@@ -553,19 +532,19 @@ class Tape:
                 self._dx.zero_()
                 self._dx_is_blank = False
             self._structure.start_back(self._dx)
-        self._end_sweep(sweep)
+        self._sweep_back(sweep)
         while self._back:
             self._back.pop()()  # which holds the tape: once dropped, its memory is free without the garbage collector
         if self._structure is not None:
             self._structure.end_back()
         self._stack_back()
         if self._dx is not None:
-            self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, moved, spare)
-        return Gradients(
+            self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, mean * grad, spare)
+        priors = self.log_p0, self.log_q0
+        return [
             self._dx,
-            self._grad_of(self.log_p0) if needs.log_p0 else None,
-            self._grad_of(self.log_q0) if needs.log_q0 else None,
-        )
+            *(v.grad if v.grad is not None or not v.wanted else torch.zeros_like(v.value) for v in priors),
+        ]
 
     def _stack_back(self) -> None:
         """On from all sweeps in the stack, which has become their gradients, to X and its scales."""
@@ -579,9 +558,6 @@ class Tape:
             scales = torch.stack([scale.value for scale in self._scales])
             self._dx.mT.view(-1).addmv_(self._stack.t(), scales, beta=0 if self._dx_is_blank else 1)
 
-    def _grad_of(self, vector: Variable) -> Tensor:
-        return torch.zeros_like(vector.value) if vector.grad is None else vector.grad
-
     # Inside
 
     def _fill(self, vector: Tensor, value: float) -> Tensor:
@@ -594,10 +570,14 @@ class Tape:
         return result
 
     def _room(self) -> Tensor | None:
-        """A buffer for a matrix that is kept for the way back; where nothing is kept it has memory of its own."""
-        if self._needs is not None and self.recording:
+        """A buffer for a matrix; where nothing is recorded, it lasts until the third matrix after it."""
+        if self.recording:
             return self._scratch.take()
-        return None if self._scratch.over(self._x) is None else torch.empty_like(self._x)
+        if len(self._ring) < 3:
+            self._ring.append(self._scratch.take())
+        else:
+            self._ring.append(self._ring.pop(0))
+        return self._ring[-1]
 
     def _swept(self, logits: Logits, vector: Variable) -> _Sweep:
         """The sweep of these, recorded; if they were those of the last one, that."""
@@ -605,16 +585,14 @@ class Tape:
         if sweep is None or sweep.logits is not logits or sweep.vector is not vector:
             sweep = self._sweep(logits, vector)
             if self._needs is not None and self.recording:
-                sweep.recorded = True
                 self._back.append(lambda sweep=sweep: self._end_sweep(sweep))
         return sweep
 
     def _sweep(self, logits: Logits, vector: Variable) -> _Sweep:
-        in_stack = self._stack is not None and self.recording
+        in_stack = self._stack is not None
         if in_stack:
             self._scales.append(logits.scale)
-        self._last = _Sweep(logits, vector, *self._exponentials(logits, vector))
-        self._last.in_stack = in_stack
+        self._last = _Sweep(logits, vector, in_stack, *self._exponentials(logits, vector))
         return self._last
 
     def _exponentials(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -625,9 +603,9 @@ class Tape:
             out = self._scratch.take()
         else:
             axis = vector.axis if self._has_plans else SAMPLES
-            if axis not in self._buffers:
-                self._buffers[axis] = self._scratch.take()
-            out = self._buffers[axis]
+            if axis not in self._kept:
+                self._kept[axis] = self._scratch.take()
+            out = self._kept[axis]
         if logits.shared is not None:
             weights, top = self._shared_weights(logits.shared, vector)
             y = torch.mul(logits.shared.exponentials, weights, out=out)
@@ -641,7 +619,10 @@ class Tape:
                 values = self._fill(values, 0.0) if exponents.summable else values
             # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
             # vectorise a second constant.
-            y = torch.addcmul(values - largest, self._x, logits.scale.along(self._x.shape[1]), out=out)
+            scale = logits.scale
+            if scale.along is None:
+                scale.along = scale.value.expand(1, self._x.shape[1], 1).contiguous()
+            y = torch.addcmul(values - largest, self._x, scale.along, out=out)
         else:
             largest = vector.value.amax(FEATURES, keepdim=True)
             y = torch.addcmul(vector.value - largest, self._x, logits.scale.value, out=out)
@@ -700,15 +681,18 @@ class Tape:
         return Exponents(below < (limit / 2 if may_underflow else limit), may_underflow)
 
     def _end_sweep(self, sweep: _Sweep) -> None:
-        """On from a sweep to what it is made of."""
-        if sweep.grad is not None:
-            if sweep.vector.wanted:
-                sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True), own=True)
-            self._logits_back(sweep.grad, sweep.logits, in_stack=sweep.in_stack)
-        elif sweep.in_stack:
-            sweep.exponentials.zero_()
-        if sweep.recorded and not sweep.in_stack:
+        self._sweep_back(sweep)
+        if not sweep.in_stack:
             self._free.append(sweep.exponentials)
+
+    def _sweep_back(self, sweep: _Sweep) -> None:
+        """On from a sweep to what it is made of."""
+        if sweep.grad is None:
+            sweep.exponentials.zero_()  # as a row of the stack
+            return
+        if sweep.vector.wanted:
+            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True), own=True)
+        self._logits_back(sweep.grad, sweep.logits, in_stack=sweep.in_stack)
 
     def _logits_back(self, grad: Tensor, logits: Logits, *, in_stack: bool) -> None:
         """On from logits, whose gradient this is, to what they are made of; that of a stack to X is left for later."""
@@ -749,16 +733,13 @@ class Tape:
             self._logits_back(spare, logits, in_stack=False)
 
     def _add_slope(self, factor: Coefficient, a: Tensor, b: Tensor) -> None:
-        """Add the sum of a · b to the gradient of a coefficient; without copies where both lie in memory like a plan."""
+        """Add the sum of a · b to a coefficient's gradient; without copies where both lie in memory like a plan."""
         if self._wants_slopes:
             factor.slopes.append(torch.dot(a.mT.reshape(-1), b.mT.reshape(-1)))
 
 
-def _log_sum(sweep: _Sweep) -> Tensor:
-    return sweep.total.log() if sweep.top is None else sweep.total.log() + sweep.top
-
-
-def _note_reads(terms: tuple[tuple[Factor, Variable | Plan], ...]) -> None:
+def _note_reads(terms: Terms) -> None:
+    """Mark the values that the way back reads."""
     for factor, source in terms:
         if isinstance(factor, Coefficient) and isinstance(source, Variable):
             source.read_again = True
