@@ -44,15 +44,14 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
         logits = Logits(module.beta, *((module.minus_inverse, total) for _, total in z), *rough, *force)
         if k + 1 == len(modules):
             return logits, v
-        p = tape.plan(logits, v, tape.log_p0)
+        p, u = tape.plan(logits, v, tape.log_p0)
         if quadratic:
             rough = [(1.0, tape.combine(*rough, (module.roughness, p)))]
         if structural:
             damped = tape.combine((module.kappa_structure, tape.force(p)), *((module.kappa, w) for _, w in force))
             force = [(1.0, damped)]
-        u = tape.combine((module.kappa, p.potential))
-        s = tape.plan(Logits(module.kappa_beta, *rough, *force), u, tape.log_q0)
-        v = s.potential
+        damped_u = tape.combine((module.kappa, u))
+        s, v = tape.plan(Logits(module.kappa_beta, *rough, *force), damped_u, tape.log_q0)
         z = [(1.0, tape.combine(*z, (module.step, p), (module.minus_step, s)))]
     raise AssertionError('there is at least one module')
 

@@ -68,7 +68,7 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
         log_row = tape.log_softmax(tape.combine(*pulls))
         row = tape.combine((1.0, log_row), (-1.0, r))
         if forced:
-            of_p = parts(tape.plan(logits, w, log_row))
+            of_p = parts(tape.plan(logits, w, log_row)[0])
             for i, (_, _, to_s) in enumerate(kinds):
                 before = [(module.kappa, matrices[i])] if k else []
                 matrices[i : i + 1] = [tape.combine((to_s, of_s[i]), (to_s, of_p[i]), *before)]
@@ -79,7 +79,7 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
         pulls += [(module.column_eta, log_eta), (module.column_q0, tape.log_q0)]
         log_column = tape.log_softmax(tape.combine(*pulls))
         if forced:
-            of_s = parts(tape.plan(logits, u, log_column))
+            of_s = parts(tape.plan(logits, u, log_column)[0])
         v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
         pulls = [(module.mu_p0, tape.log_p0), (module.mu_mu, log_mu), (module.mu_row, log_row)]
         log_mu = tape.log_softmax(tape.combine(*pulls))

@@ -33,7 +33,7 @@ def _batch(features, log_p0, log_q0, coefficients, view, similarity, *, eager: b
     numbers = coefficients.t().tolist() if eager else [[math.nan] * num_kinds] * num_modules
     values = [module.unbind() for module in coefficients.unbind(1)]
     modules = [[Coefficient(*pair) for pair in zip(*each, strict=True)] for each in zip(values, numbers, strict=True)]
-    any_masked, ranges = True, [(-math.inf, 0.0), (-math.inf, 0.0)]
+    any_masked, ranges = True, [[-math.inf, 0.0], [-math.inf, 0.0]]
     if eager and features.shape[0]:
         present = log_q0[log_q0 != -torch.inf]
         any_masked = present.numel() < log_q0.numel()

@@ -41,7 +41,7 @@ def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit:
                 force = tape.combine((module.structure, tape.force(tape.prior_plan())))
             else:
                 log_row = tape.log_softmax(tape.combine((1.0, u), (1.0, tape.lse(logits, v))))
-                plan = tape.plan(logits, v, log_row)
+                plan, _ = tape.plan(logits, v, log_row)
                 force = tape.combine((module.structure, tape.force(plan)), (module.keep, force))
         logits = Logits(module.scale) if force is None else Logits(module.scale, (1.0, force))
         tape.share(logits)

@@ -19,7 +19,7 @@ solver are then those of the shifted X; its docstring says where it has to add t
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -69,8 +69,8 @@ class Batch(NamedTuple):
     modules: list[list[Coefficient]]
     eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
     any_masked: bool  # whether some sample may be
-    p0_range: tuple[float, float]  # if eager, the smallest and the largest log p0
-    q0_range: tuple[float, float]  # and log q0 of samples that are not masked
+    p0_range: list[float]  # if eager, the smallest and the largest log p0
+    q0_range: list[float]  # and log q0 of samples that are not masked
 
 
 class Needs(NamedTuple):
@@ -198,7 +198,7 @@ class Tape:
         self.log_q0 = Variable(self._fill(log_q0, 0.0), SAMPLES, q_high - q_low, q_high, wanted.log_q0)
         self._exp = {id(v): v.value.exp() for v in (self.log_p0, self.log_q0)}
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
-        self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
+        self._peaks: Variable | None = None
         self.similarity = batch.similarity
         self._structure: Structure | None = None
         self._force_reach = math.inf
@@ -209,7 +209,6 @@ class Tape:
         if batch.eager:
             ours = seen.may_overwrite and (batch.similarity != 'cosine' or needs is None)  # whose way back reads X
             self._x, self._peak = shift_rows(self._x, self._masked, self._x if ours else scratch.take())
-            self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
         self._kept: dict[int, Tensor | None] = {}  # buffers of sweeps not recorded: one, with plans one for each axis
         self._ring: list[Tensor | None] = []  # buffers of matrices not recorded
         self._has_plans = False
@@ -220,6 +219,13 @@ class Tape:
         self._stack: Tensor | None = None  # (count, b·N·D) the exponentials of recorded sweeps, one after the other,
         self._rows: tuple[Tensor, ...] = ()  # the same as buffers (b, D, N),
         self._scales: list[Coefficient] = []  # and how X enters each
+
+    @property
+    def peaks(self) -> Variable | None:
+        """What is taken off X, up to a constant; whatever is taken off, the result is the same."""
+        if self._peaks is None and self._peak is not None:
+            self._peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
+        return self._peaks
 
     def expect(self, num_sweeps: int) -> None:
         """Say how many sweeps there will be: all their shares in the gradient of X are then one product of matrices."""
@@ -313,10 +319,10 @@ class Tape:
 
         return self._record(result, back)
 
-    def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> Plan:
-        """exp(log_marginal) · softmax(logits + vector) along the vector's axis; zero on masked samples.
+    def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> tuple[Plan, Variable]:
+        """exp(log_marginal) · softmax(logits + vector) along the vector's axis, and log_marginal - LSE(logits + vector).
 
-        Where nothing is recorded, it lasts until the next sweep along that axis.
+        The plan is zero on masked samples. Where nothing is recorded, it lasts until the next sweep along that axis.
         """
         sweep, self._has_plans = self._swept(logits, vector), True
         marginal = self._exp.get(id(log_marginal))
@@ -327,7 +333,7 @@ class Tape:
         potential = weight.log() if simple else log_marginal.value - sweep.log_sum()
         potential = Variable(potential, 3 - vector.axis, log_marginal.reach + self._reach(logits))
         plan = Plan(sweep.exponentials, weight, potential, math.exp(log_marginal.high), len(self._back))
-        return self._record(plan, lambda: self._plan_back(plan, sweep, log_marginal))
+        return self._record(plan, lambda: self._plan_back(plan, sweep, log_marginal)), potential
 
     def _plan_back(self, plan: Plan, sweep: _Sweep, log_marginal: Variable) -> None:
         assert sweep.grad is None  # there is one plan of a sweep, made after its log-sum-exp
@@ -514,7 +520,7 @@ class Tape:
         grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
         separate = self._seen.averaged is not None
-        features = self._seen.averaged if separate else self._x
+        features = self._x if self._seen.averaged is None else self._seen.averaged
         in_stack, exponentials = sweep.in_stack, sweep.exponentials
         mean = torch.mul(exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
         out = self._scratch.buffer() if in_stack else exponentials
@@ -750,7 +756,7 @@ def _push(logits: Logits) -> float:
     return sum(abs(_number(factor)) * matrix.reach for factor, matrix in logits.terms)
 
 
-def _product(factor: Factor, source: Variable | Plan) -> tuple[Tensor, Tensor | float]:
+def _product(factor: Factor, source: Variable | Plan) -> tuple[Tensor, Any]:
     """Two factors of factor · source."""
     if isinstance(source, Plan):
         return source.exponentials, source.weight * _value(factor)
