@@ -320,7 +320,7 @@ class Tape:
         return self._record(result, back)
 
     def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> tuple[Plan, Variable]:
-        """exp(log_marginal) · softmax(logits + vector) along the vector's axis, and log_marginal - LSE(logits + vector).
+        """exp(log_marginal) · softmax(logits + vector) along its axis, and log_marginal - LSE(logits + vector).
 
         The plan is zero on masked samples. Where nothing is recorded, it lasts until the next sweep along that axis.
         """
