@@ -41,6 +41,9 @@ class DataConfig:
         color_jitter: strength of colour jitter.
         auto_augment: timm's policy string such as rand-m7-mstd0.5-inc1; unset for none.
         random_erasing: probability of erasing a random rectangle.
+        draft: decode a JPEG at a half, a quarter or an eighth of its size where the training crop still has at least
+            the network's resolution. Large photos load several times as fast, and their training pixels differ slightly
+            from those of a full decode; evaluation always decodes in full.
         workers: data workers per process; 0 loads in the training process.
         max_broken: unreadable images tolerated, by name, before the run stops.
     """
@@ -64,6 +67,7 @@ class DataConfig:
     color_jitter: float = 0.0
     auto_augment: str | None = None
     random_erasing: float = 0.0
+    draft: bool = True
     workers: int = 8
     max_broken: int = 100
 
@@ -148,8 +152,9 @@ class PoolStageConfig(StageConfig):
 
     Args:
         pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
-        calibrate: number of training images, with the evaluation transform, on which view, prior, temperature and gain
-            of the pooling are chosen before it trains; 0 starts it with `pool.options`.
+        calibrate: number of training images on which view, prior, temperature and gain of the pooling are chosen before
+            it trains; 0 starts it with `pool.options`. Neither stage trains on them, and they are at most a fifth of
+            the training images.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
         cache_views: augmented views stored per image, used in turn; 0 stores the image with the evaluation transform.
@@ -183,7 +188,7 @@ class RunConfig:
             network, native or with the configured pooling; `model` for the network as configured.
         seed: of initial weights, order, augmentation and the generated images.
         global_batch_size: images per optimizer step over all processes; the same run on any number of processes.
-        mixed_precision: auto takes the launcher's setting.
+        mixed_precision: auto takes the launcher's setting, or without one bf16 on a GPU that has it.
         channels_last: memory format of images and weights.
         compile: compile the network with torch.compile.
         sync_batchnorm: synchronise batch statistics over all processes (GPU), so that they do not depend on their
@@ -235,10 +240,10 @@ FREE_ON_RESUME = (
 EPOCHS = ('stage1.epochs', 'stage2.epochs')
 
 
-def parse_config(args: Sequence[str] | None = None) -> RunConfig:
+def parse_config(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') -> RunConfig:
     """The settings from `--config FILE` and `--key value` arguments; exits with a message on anything wrong."""
     parser = ArgumentParser(
-        prog='train_imagenet.py',
+        prog=program,
         usage='%(prog)s [--config FILE] [--key value] [--group.key value] …',
         description=(RunConfig.__doc__ or '').splitlines()[0],
         epilog='YAML files and arguments may be mixed; what comes later wins.',

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rotp_vision.training.cache import CachedMaps, CachePlan, FeatureCache, fingerprint, shard_file, write_shard
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Batch, Shard, epoch_batches
+from rotp_vision.training.data import Batch, Schedule, Shard
 from tests.training.runs import TINY, Run
 from tests.training.test_train import images
 
@@ -48,10 +48,11 @@ def test_batches_are_those_of_training_on_images_and_views_take_turns(tmp_path):
     for part in ('val', 'train0', 'train1'):
         write(tmp_path, part, 2)
     cache = FeatureCache(tmp_path, 2, 2)
-    place = {'global_batch': 4, 'accumulation': 1, 'shard': Shard(1, 2), 'seed': 5, 'epoch': 3, 'start': 1}
-    found = list(cache.train_batches(**place, workers=0))
-    expected = epoch_batches(LENGTH, 4, 1, Shard(1, 2), 5, 3, 1)
+    schedule = Schedule(LENGTH, 4, 1, Shard(1, 2), 5, range(3, 5), 1)
+    found = list(cache.train_batches(schedule, workers=0))
+    expected = [indices for _, indices in schedule.passes()]
     assert [batch.images[:, 0, 0, 0].int().tolist() for batch in found] == expected
+    assert cache[4, [2]].images.equal(cache.train[0][[2]].images)
     assert cache.train[0] is not cache.train[1]
     shares = [batch.labels for rank in range(2) for batch in cache.val_batches(3, Shard(rank, 2))]
     assert sum(map(len, shares)) == LENGTH

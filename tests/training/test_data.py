@@ -7,7 +7,7 @@ from PIL import Image
 
 from rotp_vision.images import UnreadableImage
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Shard, epoch_batches, split_batch, train_loader, transforms, val_loader
+from rotp_vision.training.data import Schedule, Shard, split_batch, train_batches, transforms, val_loader
 from rotp_vision.training.processes import random_state
 from rotp_vision.training.sources import data_changes, decode_row, inventory, open_sources
 
@@ -32,22 +32,11 @@ def folder(tmp_path_factory):
     return root
 
 
-def batches(config, *, epoch=1, start=0, shard=ALONE, accumulation=1, seed=0):
+def batches(config, *, epoch=1, epochs=1, start=0, shard=ALONE, accumulation=1, seed=0):
     source, _ = open_sources(config, 0)
     transform, _ = transforms(config, *NORM)
-    return list(
-        train_loader(
-            source,
-            transform,
-            config,
-            global_batch=4,
-            accumulation=accumulation,
-            shard=shard,
-            seed=seed,
-            epoch=epoch,
-            start=start,
-        )
-    )
+    schedule = Schedule(len(source), 4, accumulation, shard, seed, range(epoch, epoch + epochs), start)
+    return list(train_batches(source, transform, config, schedule))
 
 
 def generated(**changes):
@@ -58,7 +47,9 @@ def generated(**changes):
 def assert_same(left, right):
     assert len(left) == len(right)
     for one, other in zip(left, right, strict=True):
+        assert one.images.dtype == torch.uint8
         assert one.images.equal(other.images)
+        assert one.erased is other.erased is None or one.erased.equal(other.erased)
         assert one.labels.equal(other.labels)
 
 
@@ -70,6 +61,8 @@ def test_a_batch_depends_on_epoch_and_step_alone():
     assert_same(whole[1:], batches(generated(workers=2), start=1))
     other = batches(generated(), epoch=2)
     assert not other[0].images.equal(whole[0].images)
+    # Workers go on from one epoch to the next.
+    assert_same([*whole[3:], *other], batches(generated(workers=2), start=3, epochs=2))
 
 
 def test_loading_leaves_the_generators_alone():
@@ -91,7 +84,7 @@ def test_a_step_has_the_same_images_on_any_number_of_processes(accumulation):
 
 
 def test_an_epoch_is_a_permutation():
-    seen = [index for batch in epoch_batches(16, 4, 2, ALONE, 0, 3, 0) for index in batch]
+    seen = [index for _, batch in Schedule(16, 4, 2, ALONE, 0, range(3, 4)).passes() for index in batch]
     assert sorted(seen) == list(range(16))
     assert seen != sorted(seen)
     with pytest.raises(ValueError, match='multiple of processes × accumulation = 3 × 2, got 8'):
@@ -105,7 +98,7 @@ def test_evaluation_sees_every_image_exactly_once(processes):
     _, transform = transforms(config, *NORM)
     shares = [list(val_loader(source, transform, config, 3, Shard(rank, processes))) for rank in range(processes)]
     images = torch.cat([batch.images for share in shares for batch in share])
-    direct = torch.stack([transform(source.read(index)[0]) for index in range(10)])
+    direct = torch.stack([transform(source.read(index)[0]) for index in range(10)]).permute(0, 3, 1, 2)
     order = sorted(range(10), key=lambda index: (index % processes, index))
     assert images.equal(direct[order])
 
@@ -191,22 +184,21 @@ def stream(parquet, **changes):
 
 @pytest.mark.parametrize('workers', [0, 2])
 def test_a_stream_continues_where_it_was(parquet, workers, monkeypatch):
-    from itertools import islice
-
     monkeypatch.setattr('datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN', 0)
 
     config = stream(parquet, workers=workers)
     source, _ = open_sources(config, 0)
     transform, _ = transforms(config, *NORM)
 
-    def epoch(start, count):
-        place = {'global_batch': 2, 'accumulation': 1, 'shard': ALONE, 'seed': 0, 'epoch': 1, 'start': start}
-        return list(islice(train_loader(source, transform, config, **place), count))
+    def batches_from(epoch, start):
+        schedule = Schedule(16, 2, 1, ALONE, 0, range(epoch, 3), start)  # of more images than there are: it goes round
+        return list(train_batches(source, transform, config, schedule))
 
-    whole = epoch(0, 8)  # goes round: a stream has no end in training
-    assert sum(len(batch.labels) for batch in whole) == 16
+    whole = batches_from(1, 0)
+    assert [len(batch.labels) for batch in whole] == [2] * 16
     assert any(batch.broken for batch in whole)
-    assert_same(whole[3:], epoch(3, 5))
+    assert_same(whole[3:], batches_from(1, 3))
+    assert_same(whole[8:], batches_from(2, 0))
 
 
 @pytest.mark.parametrize('kind', ['parquet', 'arrow'])

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -19,13 +17,13 @@ from safetensors.torch import load_file
 import rotp_vision
 from rotp_vision.training.config import PoolStageConfig
 from rotp_vision.training.processes import hold
-from tests.training.runs import ROOT, TINY, Run, Stop, changed
+from tests.training.runs import TINY, Run, Stop, changed
 from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
     TINY,
-    data__val_images=19,
+    data__train_images=32,
     model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
     stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True, 'calibrate': 0},
@@ -56,20 +54,11 @@ def single(tmp_path_factory):
     return run
 
 
-def in_two_processes(run):
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
-    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
 def test_two_processes_follow_the_same_curve(tmp_path, single):
     run = Run(tmp_path, GROUP_NORM)
-    done = in_two_processes(run)
-    assert '8 = 2 processes × 1 × 4' in done.stdout
-    assert done.stdout.count('Learned weights') == 1  # one process speaks
+    assert run.run_together(2, '--data.workers', '1') == [0, 0], run.text
+    assert '8 = 2 processes × 1 × 4' in run.text
+    assert run.text.count('Learned weights') == 1  # one process speaks
     # Stage 2 reads maps from the cache, in float16: of such a map any value may be rounded the other way.
     assert losses(run)[:4] == pytest.approx(losses(single)[:4], abs=2e-6)
     assert losses(run)[4:] == pytest.approx(losses(single)[4:], abs=1e-4)
@@ -90,7 +79,8 @@ def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
     settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
     settings['pool']['options'] = {'solver': 'sinkhorn', 'view': 'identity', 'gain': 'scalar', 'smoothness': 1e-3}
     run = Run(tmp_path, settings)
-    rows = table(in_two_processes(run).stdout)
+    assert run.run_together(2) == [0, 0], run.text
+    rows = table(run.text)
     assert list(rows)[:2] == ['native pooling', 'average + gain']
     assert rows['ROTP sinkhorn calibrated'] == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
     assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
@@ -219,7 +209,7 @@ def test_names_are_no_formulas_and_no_picture_costs_the_export(tmp_path):
 
 
 def test_checkpoints_come_by_time(tmp_path):
-    settings = changed(TINY, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
+    settings = changed(TINY, data__train_images=32, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
     seldom, often = Run(tmp_path / 'seldom', settings), Run(tmp_path / 'often', settings)
     assert seldom.run('--keep', '9') == 0, seldom.text
     assert [path.name[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
@@ -229,20 +219,16 @@ def test_checkpoints_come_by_time(tmp_path):
 
 def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_path):
     data = images(tmp_path / 'images')
-    run = Run(tmp_path, changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}))
-    script = tmp_path / 'script.py'
-    script.write_text(
-        'import os, sys\nfrom train_imagenet import main\n'
-        'if os.environ["RANK"] in sys.argv.pop(): sys.argv += ["--data.path", "/nowhere"]\nmain()\n'
-    )
-    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    for failing, said in (('1', f'error: process 1 on {socket.gethostname()}: data.path'), ('01', 'error: data.path')):
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', str(script)]
-        command += ['--config', str(run.config), '--output', str(run.output), failing]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode != 0
-        assert done.stderr.count(f"{said} must be an existing directory, got '/nowhere'") == 1, done.stderr[-3000:]
-        assert done.stderr.count('/nowhere') == 1
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0})
+    nowhere = ('--data.path', '/nowhere')
+    for failing, said in (
+        ({'last': nowhere}, f'error: process 1 on {socket.gethostname()}: data.path'),
+        ({}, 'error: data.path'),
+    ):
+        run = Run(tmp_path / str(len(failing)), settings)
+        assert 0 not in run.run_together(2, *(() if failing else nowhere), **failing)
+        assert run.text.count(f"{said} must be an existing directory, got '/nowhere'") == 1, run.text
+        assert run.text.count('/nowhere') == 1
 
 
 def test_names_are_no_markup(tmp_path):
@@ -298,9 +284,7 @@ def test_gradients_are_not_divided_by_a_variable_of_the_environment(tmp_path):
     settings = changed(TINY, stage1={'epochs': 1, 'lr': 0.05}, stage2={'epochs': 0})
     plain, told = Run(tmp_path / 'plain', settings), Run(tmp_path / 'told', settings)
     assert plain.run() == 0
-    environment = os.environ | {'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4', 'OMP_NUM_THREADS': '1'}
-    command = [sys.executable, ROOT / 'train_imagenet.py', '--config', told.config, '--output', told.output]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert told.run(environment={'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4'}) == 0
     assert losses(told) == losses(plain)
 
 
