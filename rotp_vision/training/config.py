@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from rotp_vision.layers import pool_options
+from rotp_vision.training.script import config_file
 
 Trained = Literal['pool', 'pool+classifier', 'all']
 
@@ -248,9 +249,13 @@ def parse_config(args: Sequence[str] | None = None, program: str = 'train_imagen
         description=(RunConfig.__doc__ or '').splitlines()[0],
         epilog='YAML files and arguments may be mixed; what comes later wins.',
     )
-    parser.add_argument('--config', action='config', help='a YAML file of these settings')
+    parser.add_argument('--config', action='config', help='a YAML file of these settings, or the name of a shipped one')
     parser.add_class_arguments(RunConfig, as_group=False)
     args = list(_normalized(sys.argv[1:] if args is None else args))
+    try:
+        args = list(_with_files(args))
+    except ValueError as error:
+        parser.error(str(error))
     unknown = list(_unknown_keys(args))
     if unknown:
         parser.error('\n'.join(unknown))
@@ -395,6 +400,17 @@ def _normalized(args: Sequence[str]) -> Iterator[str]:
         yield f'--{key}=true' if bare else f'--{key}{sign}{value}'
 
 
+def _with_files(args: Sequence[str]) -> Iterator[str]:
+    """The arguments with names of shipped configurations replaced by their files."""
+    for before, arg in zip(['', *args], args, strict=False):
+        if before == '--config':
+            yield config_file(arg)
+        elif arg.startswith('--config='):
+            yield f'--config={config_file(arg.removeprefix("--config="))}'
+        else:
+            yield arg
+
+
 def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
     """One message per unknown key, with the closest known one."""
     known = _fields(RunConfig)
@@ -404,9 +420,12 @@ def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
         parents = ['.'.join(key.split('.')[:n]) for n in range(1, key.count('.') + 1)]
         if key in known or any(known.get(parent) for parent in parents):
             return
+        group, _, last = key.rpartition('.')
+        short = ''.join(word[:1] for word in last.split('_'))  # learning_rate is lr
+        same = [name for name in known if name.rpartition('.')[2] in (last, short)]
+        same.sort(key=lambda name: name.rpartition('.')[0] != group)
         near = difflib.get_close_matches(key, known, 1, 0.0)
-        last = [name for name in known if name.rsplit('.', 1)[-1] == key.rsplit('.', 1)[-1]]
-        yield f'unknown key {key!r} in {place}; did you mean {(last or near)[0]!r}?'
+        yield f'unknown key {key!r} in {place}; did you mean {(same or near)[0]!r}?'
 
     for position, arg in enumerate(args):
         key, _, value = arg[2:].partition('=')

@@ -118,18 +118,18 @@ class TrainTransform:
     def decode(self, image: Image.Image) -> Image.Image:
         """A random crop of an opened image."""
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        before = image.size
         factor = next((factor for factor in (8, 4, 2) if min(height, width) >= factor * self.size), 1)
+        original, drafted = image.width, None
         if self.draft and factor > 1:
-            image.draft(image.mode, (image.width // factor, image.height // factor))  # of a JPEG; else nothing happens
-        x, y = image.width / before[0], image.height / before[1]
-        edges = (left * x, top * y, (left + width) * x, (top + height) * y)
-        return to_rgb(image.crop(tuple(round(edge) for edge in edges)))  # type: ignore[arg-type]
+            drafted = image.draft(image.mode, (image.width // factor, image.height // factor))  # None if not a JPEG
+        scale = 1 if drafted is None else drafted[1][2] / original
+        edges = (left, top, left + width, top + height)
+        return to_rgb(image.crop(tuple(round(scale * edge) for edge in edges)))  # type: ignore[arg-type]
 
     def __call__(self, crop: Image.Image) -> Tensor:
         """(H, W, 3) bytes of a crop."""
         if crop.size != (self.size, self.size):
-            pixels = _bytes(crop).permute(2, 0, 1)[None]  # channels_last, as the fast kernel expects it
+            pixels = _bytes(crop)[None].permute(0, 3, 1, 2)  # in this order it is known as channels_last
             pixels = F.interpolate(pixels, (self.size, self.size), mode='bicubic', antialias=True)
             crop = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
         return _bytes(self.augment(crop))

@@ -69,13 +69,13 @@ def hold(directory: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raise an OSError if `directory` cannot be written to, or not be created; nothing is left behind."""
+    """Raise an OSError if the output directory cannot be written to, or not be created; nothing is left behind."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise OSError(f'cannot write to {directory}: {error.strerror}; choose another directory') from error
+        raise OSError(f'cannot write to --output {directory}: {error.strerror}; choose another') from error
 
 
 def precision(setting: str) -> str | None:

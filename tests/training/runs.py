@@ -66,6 +66,8 @@ def _child(args: list[str], log: Path, stop: Stop | None, environment: dict[str,
     import torch
 
     os.environ.update(environment)
+    if (backend := environment.get('COMPILER')) is not None:
+        torch.compiler.set_default_backend(backend)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
@@ -94,13 +96,15 @@ class Run:
         (status,) = self._run([args], stop, [environment or {}])
         return status
 
-    def run_together(self, processes: int, *args: str, last: tuple[str, ...] = ()) -> list[int | None]:
+    def run_together(
+        self, processes: int, *args: str, last: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> list[int | None]:
         """Runs several processes, connected over gloo as torchrun does it; `last` are arguments of the last alone."""
         with socket.socket() as probe:
             probe.bind(('127.0.0.1', 0))
             port = probe.getsockname()[1]
         shared = {'WORLD_SIZE': processes, 'LOCAL_WORLD_SIZE': processes, 'MASTER_ADDR': '127.0.0.1'}
-        shared |= {'MASTER_PORT': port, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': 1}
+        shared |= {'MASTER_PORT': port, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': 1} | (environment or {})
         places = [
             {key: str(value) for key, value in (shared | {'RANK': rank, 'LOCAL_RANK': rank}).items()}
             for rank in range(processes)

@@ -231,6 +231,41 @@ def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_pat
         assert run.text.count('/nowhere') == 1
 
 
+def test_four_processes_with_workers_train_both_stages(tmp_path):
+    run = Run(tmp_path, changed(TINY, data__workers=1, stage1__epochs=1, stage2__epochs=1, stage2__cache_features=True))
+    assert run.run_together(4) == [0] * 4, run.text
+    assert '8 = 4 processes × 1 × 2' in run.text
+    assert [row['images'] for row in metrics(run)] == ['19', '19']
+    assert len(losses(run)) == 8
+    assert not [path for path in (run.output / 'cache').iterdir() if path.name.startswith('.')]
+
+
+@pytest.mark.parametrize('compiler', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
+def test_two_processes_compile_in_low_precision(tmp_path, compiler):
+    settings = changed(TINY, compile=True, mixed_precision='bf16', stage1__epochs=1, data__train_images=20)
+    run = Run(tmp_path, changed(settings, stage2={'epochs': 1, 'train': 'all', 'lr': 0.05, 'calibrate': 0}))
+    assert run.run_together(2, environment={'COMPILER': compiler}) == [0, 0], run.text
+    assert len(losses(run)) == 4
+    assert re.search(r'precision +bf16', run.text)
+
+
+def test_a_cache_that_not_all_processes_see_is_refused_before_any_work(tmp_path):
+    run = Run(tmp_path, changed(TINY, stage2__cache_features=True, stage2__cache_dir=str(tmp_path / 'here')))
+    assert 0 not in run.run_together(2, last=('--stage2.cache_dir', str(tmp_path / 'there')))
+    for rank, other in ((0, 1), (1, 0)):
+        assert f'process {rank} on {socket.gethostname()} does not see what process {other} writes' in run.text
+    assert 'storage that all nodes share' in run.text
+    assert 'Traceback' not in run.text
+    assert 'Stage 1' not in run.text
+
+
+def test_processes_that_cannot_reach_each_other_say_what_to_set(tmp_path):
+    run = Run(tmp_path, TINY)
+    assert 0 not in run.run_together(2, environment={'GLOO_SOCKET_IFNAME': 'nowhere0'})
+    assert 'as in GLOO_SOCKET_IFNAME=eth0' in run.text
+    assert 'Traceback' not in run.text
+
+
 def test_names_are_no_markup(tmp_path):
     run = Run(tmp_path / 'b[/x]', GROUP_NORM)
     assert run.run() == 0, run.text
