@@ -38,7 +38,7 @@ from tqdm import tqdm
 
 import rotp_vision
 from rotp_vision.evaluation import Places, counted_places, places_sentence
-from rotp_vision.files import write_atomically
+from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache, cache_directory
 from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
@@ -86,7 +86,6 @@ from rotp_vision.training.processes import (
     LossWatch,
     check_launch,
     check_trackers,
-    check_writable,
     exit_status,
     hold,
     precision,

@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import socket
-import tempfile
 import time
 import uuid
 import weakref
@@ -66,16 +65,6 @@ def hold(directory: Path) -> None:
     file.write(f'process {os.getpid()} on {socket.gethostname()} since {time.strftime("%Y-%m-%d %H:%M:%S")}')
     file.flush()
     _held[directory] = file
-
-
-def check_writable(directory: Path) -> None:
-    """Raise an OSError if the output directory cannot be written to, or not be created; nothing is left behind."""
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=place):
-            pass
-    except OSError as error:
-        raise OSError(f'cannot write to --output {directory}: {error.strerror}; choose another') from error
 
 
 def precision(setting: str) -> str | None:

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rotp_vision.extras import of_extra
+
 SCRIPT = 'train_imagenet.py'
 
 
@@ -30,5 +32,6 @@ def train(args: Sequence[str]) -> None:
     assert spec is not None
     assert spec.loader is not None
     script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    with of_extra('train'):
+        spec.loader.exec_module(script)
     script.main(args, 'rotp-vision train')

@@ -19,7 +19,7 @@ def settings_of(folder, **stage2):
     """Plain images of four colours, which a network soon knows by heart."""
     data = {'path': str(folder), 'image_size': 64, 'workers': 0, 'scale': [1.0, 1.0]}
     model = {'name': 'test_resnet'}
-    stage1 = {'epochs': 10, 'optimizer': 'adamw', 'lr': 0.01, 'schedule': 'cosine'}
+    stage1 = {'epochs': 20, 'optimizer': 'adamw', 'lr': 0.01, 'schedule': 'cosine'}
     return changed(TINY, data=data, model=model, stage1=stage1, stage2={'epochs': 1, **stage2})
 
 

@@ -1,7 +1,7 @@
 import re
+import runpy
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -83,18 +83,18 @@ def test_a_shipped_configuration_goes_by_its_name(tmp_path, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize('installed', [False, True])
-def test_the_script_is_found_beside_the_package_or_in_it(tmp_path, installed):
+def test_the_script_is_found_beside_the_package_or_in_it(tmp_path, installed, monkeypatch, capsys):
     package = tmp_path / 'rotp_vision'
     (package / 'training').mkdir(parents=True)
     place = package if installed else tmp_path
     (place / 'configs').mkdir()
     (place / 'configs/small.yaml').touch()
     (place / 'train_imagenet.py').write_text('def main(args, program):\n    print(args, program)\n')
-    shutil.copy(script.__file__, package / 'training')
-    code = 'import runpy; s = runpy.run_path({!r}); s["train"](["--x"]); print(s["config_file"]("small"))'
-    command = [sys.executable, '-c', code.format(str(package / 'training/script.py'))]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["['--x'] rotp-vision train", str(place / 'configs/small.yaml')]
+    found = runpy.run_path(shutil.copy(script.__file__, package / 'training'))
+    monkeypatch.setitem(sys.modules, 'train_imagenet', None)  # is put back
+    found['train'](['--x'])
+    assert capsys.readouterr().out == "['--x'] rotp-vision train\n"
+    assert found['config_file']('small') == str(place / 'configs/small.yaml')
 
 
 @pytest.mark.parametrize(
