@@ -228,10 +228,14 @@ def open_inputs(config: RunConfig, writes_nothing: bool) -> Inputs:
     check_beginning(config)
     if config.evaluate is None:
         begins_trained = config.stage1.epochs or config.model.pretrained or config.model.checkpoint
-        calibrates = config.stage2.calibrate if config.stage2.epochs and begins_trained else 0
-        if calibrates and not isinstance(train, StreamSource):
-            train, held = hold_out(train, min(calibrates, len(train) // 5), config.seed)
-        steps_per_epoch(len(train), config.global_batch_size)
+        count = min(config.stage2.calibrate, len(train) // 5) if config.stage2.epochs and begins_trained else 0
+        if count and not isinstance(train, StreamSource):
+            train, held = hold_out(train, count, config.seed)
+        try:
+            steps_per_epoch(len(train), config.global_batch_size)
+        except ValueError as error:
+            more = f'; {len(held)} more are held out by stage2.calibrate' if held is not None else ''
+            raise ValueError(f'{error}{more}') from error
     if writes_nothing:
         return Inputs(train, val, held, inventories, None, [])
     check_trackers(config.trackers)

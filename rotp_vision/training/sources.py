@@ -3,7 +3,7 @@
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -110,20 +110,20 @@ class HubSource:
 class PartSource:
     """Some of the images of a split."""
 
-    def __init__(self, whole: Source, indices: Sequence[int]):
+    def __init__(self, whole: Source, indices: np.ndarray):
         self.whole, self.indices, self.classes = whole, indices, whole.classes
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
-        return self.whole.read(self.indices[index], decode)
+        return self.whole.read(int(self.indices[index]), decode)
 
 
 def hold_out(source: Source, count: int, seed: int) -> tuple[PartSource, PartSource]:
     """A split in two: all but `count` of its images, and those; the same ones for the same seed."""
     order = np.random.default_rng((seed, len(source))).permutation(len(source))
-    return PartSource(source, np.sort(order[count:]).tolist()), PartSource(source, order[:count].tolist())
+    return PartSource(source, np.sort(order[count:])), PartSource(source, order[:count])
 
 
 class StreamSource:

@@ -133,25 +133,35 @@ def truncate_labels(directory):
     file.write_bytes(file.read_bytes()[:-8])
 
 
+@pytest.fixture(scope='module')
+def stage2(tmp_path_factory):
+    """Settings of stage 2 alone, and a run of them with its cache."""
+    place = tmp_path_factory.mktemp('stage2')
+    settings = copy.deepcopy(TINY)
+    settings['stage1'], settings['model']['checkpoint'] = {'epochs': 0}, str(place / 'weights.safetensors')
+    settings['stage2'] = {'epochs': 1, 'calibrate': 0, 'cache_features': True, 'cache_views': 2}
+    network = timm.create_model(settings['model']['name'], num_classes=4, **settings['model']['kwargs'])
+    save_file(network.state_dict(), settings['model']['checkpoint'])
+    run = Run(place, settings)
+    assert run.run('--stage2.cache_dir', str(place / 'cache')) == 0, run.text
+    return settings, run, place / 'cache'
+
+
 @pytest.mark.parametrize('damage', [zero_half, shift_labels, swap_views, empty, truncate_labels])
-def test_a_damaged_cache_is_computed_anew(tmp_path, damage):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 2, 'cache_dir': str(tmp_path / 'cache')}
-    runs = [Run(tmp_path / name, settings) for name in ('first', 'second')]
-    assert runs[0].run() == 0, runs[0].text
-    (directory,) = (tmp_path / 'cache').iterdir()
+def test_a_damaged_cache_is_computed_anew(tmp_path, stage2, damage):
+    settings, first, cache = stage2
+    (directory,) = shutil.copytree(cache, tmp_path / 'cache').iterdir()
     damage(directory)
-    assert runs[1].run() == 0, runs[1].text
-    assert runs[1].text.count('are damaged and are computed again') == 1
-    first, second = (load_file(run.checkpoints[-1] / 'model.safetensors') for run in runs)
-    assert all(first[name].equal(second[name]) for name in first)
+    run = Run(tmp_path, settings)
+    assert run.run('--stage2.cache_dir', str(tmp_path / 'cache')) == 0, run.text
+    assert run.text.count('are damaged and are computed again') == 1
+    ours, theirs = (load_file(one.checkpoints[-1] / 'model.safetensors') for one in (run, first))
+    assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_dir': str(tmp_path / 'cache')}
+def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path, stage2):
+    settings = copy.deepcopy(stage2[0])
+    settings['stage2'] |= {'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
     data = images(tmp_path / 'images')
     settings['data'] = {'path': str(data), 'image_size': 32, 'workers': 0}
     assert Run(tmp_path / 'first', settings).run() == 0
@@ -162,12 +172,9 @@ def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path):
     assert len(list((tmp_path / 'cache').iterdir())) == 2
 
 
-def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'], settings['model']['checkpoint'] = {'epochs': 0}, str(tmp_path / 'weights.safetensors')
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
-    network = timm.create_model(settings['model']['name'], num_classes=4, **settings['model']['kwargs'])
-    save_file(network.state_dict(), settings['model']['checkpoint'])
+def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path, stage2):
+    settings = copy.deepcopy(stage2[0])
+    settings['stage2'] |= {'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
     runs = [settings, copy.deepcopy(settings), copy.deepcopy(settings), settings]
     runs[1]['model']['kwargs']['output_stride'] = 16
     runs[2]['mixed_precision'] = 'bf16'

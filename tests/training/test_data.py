@@ -262,8 +262,8 @@ def test_images_that_are_held_out_are_trained_on_by_nobody():
     train, held = hold_out(source, 8, 5)
     assert sorted([*train.indices, *held.indices]) == list(range(40))
     assert len(held) == 8
-    assert hold_out(source, 8, 5)[1].indices == held.indices
-    assert hold_out(source, 8, 6)[1].indices != held.indices
+    assert np.array_equal(hold_out(source, 8, 5)[1].indices, held.indices)
+    assert not np.array_equal(hold_out(source, 8, 6)[1].indices, held.indices)
     assert np.array_equal(held.read(3)[0], source.read(held.indices[3])[0])
 
 

@@ -24,7 +24,10 @@ from train_imagenet import learning_rates, make_optimizer, make_scheduler, witho
 GROUP_NORM = changed(
     TINY,
     data__train_images=32,
-    model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
+    model={
+        'name': 'resnet10t',
+        'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm', 'stem_type': ''},
+    },
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
     stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True, 'calibrate': 0},
 )
@@ -267,7 +270,8 @@ def test_processes_that_cannot_reach_each_other_say_what_to_set(tmp_path):
 
 
 def test_names_are_no_markup(tmp_path):
-    run = Run(tmp_path / 'b[/x]', GROUP_NORM)
+    settings = changed(TINY, data__train_images=8, stage1__epochs=1, stage2={'epochs': 1, 'calibrate': 0})
+    run = Run(tmp_path / 'b[/x]', settings)
     assert run.run() == 0, run.text
     assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
     assert 'Traceback' not in run.text
@@ -278,7 +282,7 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     assert run.run('--stage1.epochs', '0') == 1
     assert 'needs a trained network' in run.text
     assert run.run('--global-batch-size', '64') == 1
-    assert 'at most the 32 training images' in run.text
+    assert 'at most the 32 training images, got 64; 8 more are held out by stage2.calibrate' in run.text
     assert run.run('--data.source', 'folder', '--data.path', str(tmp_path / 'nowhere')) == 1
     assert 'data.path must be an existing directory' in run.text
     assert run.run('--model.name', 'resnet81') == 1
