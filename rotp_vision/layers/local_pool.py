@@ -81,9 +81,8 @@ class LocalROTPool2d(ROTPool):
         pooled: Tensor | None = None
         if self.prior is None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
-            if pooled is not None and self.gain is not None:
-                pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
+            weights, gain = self.weights.with_gain(self.gain, self.solver)
+            pooled = rot_pool_windows(x, weights, self.solver, windows, self.view, gain)
             if pooled is not None and not self.count_include_pad:
                 return pooled
         padded = F.pad(x, [left, right, top, bottom])
