@@ -54,7 +54,7 @@ class Implementation(NamedTuple):
     refuses: Callable[[StepWeights, Solver], str | None]  # the reason why it cannot solve this
     lacks: Callable[[Tensor], str | None]  # the reason why it cannot run on such features
     pool: Callable[..., Tensor]  # (problem, weights, solver), and the gain if `takes_gain`
-    # (maps, weights, solver, windows, view), and the gain; as `rot_pool_windows`. None where it has nothing for windows.
+    # (maps, weights, solver, windows, view), and the gain, as `rot_pool_windows`; None where it has nothing for them.
     pool_windows: Callable[..., Tensor | None] | None = None
     takes_gain: bool = False  # whether the two multiply what they return with a gain, one number
     # Whether 'auto' may choose it for such features (sets, or maps with windows), weights, solver and view.
@@ -140,7 +140,7 @@ def _scaled(pool: Callable[..., Any], chosen: Implementation, inputs: tuple, gai
 
 
 def positive_weights(betas: Sequence[Tensor], starts: Sequence[Tensor], solver: Solver) -> tuple[Tensor, ...]:
-    """`scaled_softplus` of all the weights of a layer; on a GPU in one launch, where 'triton' is what the solver means."""
+    """`scaled_softplus` of all the weights of a layer: one launch where the solver's backend is or means 'triton'."""
     backend, fused = backend_of(solver), _IMPLEMENTATIONS['triton'].softplus
     if fused is not None and (backend == 'triton' or (backend == 'auto' and on_gpu(betas[0]))):
         weights = fused(betas, starts, backend == 'auto')

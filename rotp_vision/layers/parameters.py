@@ -101,7 +101,8 @@ class ModuleWeights(nn.Module):
         every = [*given.values()] if gain is None else [*given.values(), gain]
         values = positive_weights([weight.beta for weight in every], [weight.start for weight in every], solver)
         weights = {name: value.expand(self.num_modules) for name, value in zip(given, values, strict=False)}
-        weights.setdefault('smoothness', weights.get('step'))  # every solver reads one of the two
+        if 'smoothness' not in weights:
+            weights['smoothness'] = weights['step']  # every solver reads one of the two
         return StepWeights(**weights), None if gain is None else values[-1]
 
 

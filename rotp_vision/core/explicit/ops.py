@@ -210,6 +210,7 @@ def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs:
     def setup_context(ctx, inputs, output) -> None:
         tensors, ctx.options = inputs[:num_inputs], inputs[num_inputs:]
         ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
+        ctx.set_materialize_grads(False)  # vectors for backward have no gradients, and need no zeros in their place
 
     def autograd_backward(ctx, grad, *_):
         needs = list(ctx.needs_input_grad[:num_inputs])

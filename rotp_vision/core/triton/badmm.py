@@ -102,7 +102,9 @@ def _replay(
         r = tl.load(saved_r + k * D + d, mask=d < D, other=float('inf'))
         c = tl.load(saved_c + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=float('inf'))
         c = tl.where(k == stop - 1, c_last, c)
-        plan_q, plan_v, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
+        plan_q, plan_v, m = _module(
+            x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC
+        )
         rho = tl.load(coefficients + 2 * num_modules + k)
         z += rho * (p0[:, None] * plan_q - q0[None, :] * plan_v)
         if QUADRATIC:
@@ -155,9 +157,7 @@ def badmm_forward(
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
-        x, peak, scale, raw = load_view(
-            features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW
-        )
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         p0 = tl.exp(log_p0)
         z, m = _replay(
             x, log_p0, log_q0, p0, q0, saved_r, saved_c, c_before, module, coefficients, num_modules, d, n, D, N,
@@ -212,9 +212,7 @@ def badmm_backward(
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
-        x, peak, scale, raw = load_view(
-            features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW
-        )
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
         p0 = tl.exp(log_p0)
         slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * (4 * num_modules + 1)

@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -120,22 +121,20 @@ def disagreement(got: Results, right: Results) -> str | None:
     return None
 
 
-def _differentiate(function: Callable[..., Tensor], leaves: Results) -> Results:
-    """The output of a function of the leaves, and their gradients."""
+def _differentiate(function: Callable[..., Tensor], leaves: Results, dtype: torch.dtype) -> Results:
+    """The output of a function of the leaves, and their gradients, from one that is rounded to `dtype`."""
     given = {name: value.detach().requires_grad_() for name, value in leaves.items()}
     output = function(**given)
-    towards = torch.linspace(-1, 2, output.numel(), device=output.device).view_as(output).to(output.dtype)
-    return {'output': output.detach()} | dict(
-        zip(given, torch.autograd.grad(output, list(given.values()), towards), strict=True)
-    )
+    towards = torch.linspace(-1, 2, output.numel(), device=output.device).view_as(output).to(dtype).to(output.dtype)
+    gradients = torch.autograd.grad(output, list(given.values()), towards)
+    return {'output': output.detach()} | dict(zip(given, gradients, strict=True))
 
 
-def _both(pools: Sequence[Callable[..., Tensor]], leaves: Results) -> tuple[Results, Results]:
+def _both(kernels: Callable[..., Tensor], right: Callable[..., Tensor], leaves: Results) -> tuple[Results, Results]:
     """Results of the kernels, and of the torch operators in float64."""
-    kernels, right = pools
-    return _differentiate(kernels, leaves), _differentiate(
-        right, {name: value.double() for name, value in leaves.items()}
-    )
+    dtype = next(iter(leaves.values())).dtype
+    exact = {name: value.double() for name, value in leaves.items()}
+    return _differentiate(kernels, leaves, dtype), _differentiate(right, exact, dtype)
 
 
 def _random(*shape: int, like: Tensor) -> Tensor:
@@ -164,13 +163,15 @@ def set_results(
     mask = torch.ones(2, num_samples, dtype=torch.bool, device=x.device)
     mask[1, 1:2] = False
 
-    def pooled(backend, features: Tensor, log_p0: Tensor, log_q0: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
+    def kernels(features: Tensor, log_p0: Tensor, log_q0: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
         problem = rot_problem(features, log_p0, log_q0, mask, view)
-        if backend == 'triton':
-            return registered('triton').pool(problem, StepWeights(**given), solver, gain)
+        return registered('triton').pool(problem, StepWeights(**given), solver, gain)
+
+    def right(features: Tensor, log_p0: Tensor, log_q0: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
+        problem = rot_problem(features, log_p0, log_q0, mask, view)
         return registered('torch').pool(problem, StepWeights(**given), solver) * gain
 
-    return _both([lambda **given: pooled('triton', **given), lambda **given: pooled('torch', **given)], leaves)
+    return _both(kernels, right, leaves)
 
 
 def window_results(
@@ -188,7 +189,7 @@ def window_results(
     inside = F.unfold(torch.ones_like(x[:1, :1], dtype=torch.float32), **shape)  # (1, taps, windows)
     few = windows._replace(padding_h=padding[0], padding_w=padding[1], height=3, width=3)
 
-    def cut_out(features: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
+    def right(features: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
         cut = F.unfold(features, **shape).unflatten(1, (x.shape[1], -1))  # (B, C, taps, windows)
         sets = cut.permute(0, 3, 1, 2).flatten(0, 1)
         mask = (inside[0].T > 0).repeat(2, 1)
@@ -202,19 +203,18 @@ def window_results(
         assert pooled is not None
         return pooled
 
-    return _both([kernels, cut_out], {'features': x} | _random_weights(weights, solver))
+    return _both(kernels, right, {'features': x} | _random_weights(weights, solver))
 
 
 def softplus_results(
     softplus: Callable[..., tuple[Tensor, ...]], betas: Sequence[Tensor], starts: Sequence[Tensor]
 ) -> tuple[Results, Results]:
     """Of weights of the same shapes."""
-    count = len(betas)
     leaves = {f'beta_{i}': _random(*beta.shape, like=beta) for i, beta in enumerate(betas)}
 
     def joined(function: Callable[..., tuple[Tensor, ...]], **given: Tensor) -> Tensor:
         dtype = torch.promote_types(given['beta_0'].dtype, torch.float32)
-        weights = function([given[f'beta_{i}'] for i in range(count)], [start.to(dtype) for start in starts])
+        weights = function(list(given.values()), [start.to(dtype) for start in starts])
         return torch.cat([weight.flatten() for weight in weights])
 
-    return _both([lambda **given: joined(softplus, **given), lambda **given: joined(scaled_softplus, **given)], leaves)
+    return _both(partial(joined, softplus), partial(joined, scaled_softplus), leaves)

@@ -2,7 +2,7 @@
 
 Coefficients are one vector: kind by kind (4, T), and at its end the gain. Of the published Bregman ADMM the kinds are
 
-    β_k = 1/ρ_k + κ_{k-1} β_{k-1}       κ_k = ρ_k / (α1_k + ρ_k), or 1 if quadratic       ρ_k       α1_k / ρ_k if quadratic
+    β_k = 1/ρ_k + κ_{k-1} β_{k-1}     κ_k = ρ_k / (α1_k + ρ_k), or 1 if quadratic     ρ_k     α1_k / ρ_k if quadratic
 
 and of Sinkhorn, where without structural and proximal terms only the last module counts, T is 1 and they are
 
@@ -11,6 +11,7 @@ and of Sinkhorn, where without structural and proximal terms only the last modul
 
 # Kernels are not Python to a type checker.
 # pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false
 
 import math
 from collections.abc import Sequence
@@ -65,12 +66,12 @@ def _kappa(alpha, rho, QUADRATIC: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=['num_modules'])
-def badmm_coefficients_forward(smoothness, step, gain, out, num_modules, strides, QUADRATIC: tl.constexpr):
+def badmm_coefficients_forward(smoothness, steps, gain, out, num_modules, strides, QUADRATIC: tl.constexpr):
     kappa = 0.0
     beta = 0.0
     for k in range(num_modules):
         alpha = tl.load(smoothness + k * strides[0]).to(tl.float32)
-        rho = tl.load(step + k * strides[1]).to(tl.float32)
+        rho = tl.load(steps + k * strides[1]).to(tl.float32)
         beta = 1.0 / rho + kappa * beta
         kappa = _kappa(alpha, rho, QUADRATIC)
         rough = 0.0 * rho
@@ -85,7 +86,7 @@ def badmm_coefficients_forward(smoothness, step, gain, out, num_modules, strides
 
 @triton.jit(do_not_specialize=['num_modules'])
 def badmm_coefficients_backward(
-    d_out, smoothness, step, d_smoothness, d_step, d_gain, num_modules, strides, QUADRATIC: tl.constexpr
+    d_out, smoothness, steps, d_smoothness, d_step, d_gain, num_modules, strides, QUADRATIC: tl.constexpr
 ):
     d_beta = 0.0
     for i in range(num_modules):
@@ -94,11 +95,11 @@ def badmm_coefficients_backward(
         kappa = 0.0
         for j in range(k + 1):
             alpha = tl.load(smoothness + j * strides[0]).to(tl.float32)
-            rho = tl.load(step + j * strides[1]).to(tl.float32)
+            rho = tl.load(steps + j * strides[1]).to(tl.float32)
             beta = 1.0 / rho + kappa * beta
             kappa = _kappa(alpha, rho, QUADRATIC)
         alpha = tl.load(smoothness + k * strides[0]).to(tl.float32)
-        rho = tl.load(step + k * strides[1]).to(tl.float32)
+        rho = tl.load(steps + k * strides[1]).to(tl.float32)
         d_kappa = tl.load(d_out + num_modules + k) + beta * d_beta
         d_beta = tl.load(d_out + k) + kappa * d_beta
         d_rho = tl.load(d_out + 2 * num_modules + k) - d_beta / rho / rho
@@ -186,9 +187,7 @@ def _sinkhorn_backward(grad, smoothness, feature_penalty, sample_penalty, gain, 
     gradients = _like(smoothness, feature_penalty, sample_penalty, gain)
     with tiles.on_device(smoothness):
         last = (weight[-1:] for weight in (smoothness, feature_penalty, sample_penalty))
-        tiles.launch(
-            sinkhorn_coefficients_backward, (1,), grad, *last, *gradients, len(smoothness) - 1, **OPTIONS
-        )
+        tiles.launch(sinkhorn_coefficients_backward, (1,), grad, *last, *gradients, len(smoothness) - 1, **OPTIONS)
     return gradients
 
 

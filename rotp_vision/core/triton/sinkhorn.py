@@ -97,9 +97,7 @@ def sinkhorn_forward(
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
-        x, peak, scale, raw = load_view(
-            features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW
-        )
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         y = s * x + dual[None, :]
         y_top = tl.max(y, 1)
         weights = tl.exp(y - y_top[:, None])
@@ -174,9 +172,7 @@ def sinkhorn_backward(
     db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
         d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
-        x, peak, scale, raw = load_view(
-            features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW
-        )
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         if FIRST or step == num_steps:
             # f = Σ_n features softmax_n(G + b)
             g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)

@@ -227,7 +227,7 @@ def register_sets(name: str, kernels: Callable[..., Launches], options: str) -> 
 
 @triton.jit
 def open_set(log_prior_n, strides, N, BLOCK_N: tl.constexpr):
-    """The set of a program of the grid (B, tiles), the samples and their log q0, -inf beyond N, and how many there are."""
+    """The set of a program of the grid (B, tiles), the samples, their log q0, -inf beyond N, and how many there are."""
     b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
     log_q0 = tl.load(log_prior_n + b * strides[0] + n * strides[1], mask=n < N, other=float('-inf')).to(tl.float32)
     return b, n, log_q0, tl.sum(tl.where(log_q0 > float('-inf'), 1.0, 0.0))
@@ -306,7 +306,7 @@ def average_back(weights, g, x, scale, raw, VIEW: tl.constexpr):
 def view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW: tl.constexpr):
     """The gradient of the features.
 
-    Of dx, that of x: with `direct`, the share of the average, but for the view 'log'. g and moved are of `average_back`.
+    Of dx, that of x, with `direct`, the share of the average, but for the view 'log'; g, moved are of `average_back`.
     """
     if VIEW == 'rms':
         # Through s = (mean_n features² + floor²)^(-1/2), which x is multiplied with and its average divided by.

@@ -62,10 +62,12 @@ def test_kernels_run_once_they_are_checked(solver, view, dtype, monkeypatch):
 @pytest.mark.parametrize('view', ['identity', 'rms'])
 def test_windows_are_checked_too(view):
     pool = LocalROTPool2d(OPTIONS | {'view': view}, **STEM)
-    out, names = launches_of(pool, torch.randn(1, 3, 2, 2))
+    x = torch.randn(1, 3, 2, 2)
+    out, names = launches_of(pool, x)
     assert 'local_sinkhorn_forward' in names
     assert {configuration.kind for configuration in check._verdicts} == {'windows', 'softplus'}
     pool.solver = pool.solver._replace(backend='torch')
+    torch.testing.assert_close(out, pool(x))
 
 
 def test_larger_windows_are_cut_out_for_the_kernels_of_sets():
@@ -80,7 +82,9 @@ def test_larger_windows_are_cut_out_for_the_kernels_of_sets():
 def test_disagreement_warns_once_and_torch_runs(monkeypatch):
     monkeypatch.setattr(check, 'AGREEMENT', -1.0)
     pool, x = GlobalROTPool2d(OPTIONS), torch.randn(2, 3, 2, 2)
-    with pytest.warns(UserWarning, match=r"disagree with the torch operators in 'output'.*rotp-vision bench --device cpu:0"):
+    with pytest.warns(
+        UserWarning, match=r"disagree with the torch operators in 'output'.*rotp-vision bench --device cpu:0"
+    ):
         out, names = launches_of(pool, x)
     assert names == ['softplus_forward']
     pool.solver = pool.solver._replace(backend='torch')
@@ -99,8 +103,10 @@ def test_a_kernel_that_does_not_compile_warns_and_torch_runs(monkeypatch):
     pool, x = GlobalROTPool2d(OPTIONS), torch.randn(2, 3, 2, 2)
     with pytest.warns(UserWarning, match='fail with RuntimeError: ptxas fatal') as caught:
         pool(x)
-        pool(x)
     assert len(caught) == 2  # of sets, and of softplus
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        pool(x)
 
 
 @pytest.mark.parametrize('around', ['checkpoint', 'inference', 'autocast', 'no_grad'])

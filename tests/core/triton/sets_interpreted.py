@@ -94,7 +94,9 @@ def test_views_of_several_tiles(name, view):
     for given in (got, expected):
         given['output'] = given['output'] / sizes[0, :, 0]
         given['x'] = given['x'] * (1.0 if view == 'log' else 1e-20)
-        given |= {key: value * (1e-3 if view == 'log' else 1e-25) for key, value in given.items() if key not in 'x output'}
+        given |= {
+            key: value * (1e-3 if view == 'log' else 1e-25) for key, value in given.items() if key not in 'x output'
+        }
     assert_close(got, expected)
 
 
@@ -122,7 +124,9 @@ def test_channels_last_without_copies(operator):
 
 
 @every_operator
-@pytest.mark.parametrize(('dtype', 'view'), [(torch.float16, 'identity'), (torch.bfloat16, 'rms'), (torch.float16, 'log')])
+@pytest.mark.parametrize(
+    ('dtype', 'view'), [(torch.float16, 'identity'), (torch.bfloat16, 'rms'), (torch.float16, 'log')]
+)
 def test_half_precision_in_and_out(operator, dtype, view):
     """The same numbers as float32 from the rounded features, rounded once at the end."""
     tensors = leaves(operator, 2, 6, 5, num_modules=2, dtype=torch.float32)
@@ -172,7 +176,9 @@ CHECKS = ('test_schema', 'test_autograd_registration', 'test_faketensor')
 
 @every_operator
 def test_opcheck(operator):
-    name, option, modules = ('sinkhorn', 3, 1) if operator[0].name == 'sinkhorn' else ('badmm', 'q' in operator[0].name, 2)
+    name, option, modules = (
+        ('sinkhorn', 3, 1) if operator[0].name == 'sinkhorn' else ('badmm', 'q' in operator[0].name, 2)
+    )
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
     inputs, options = (x, log_p0, log_q0, torch.rand(4 * modules + 1) + 0.4), ('rms', option)
     differentiable = tuple(value.clone().requires_grad_() for value in inputs)
@@ -216,7 +222,9 @@ def of_layer(pool: GlobalROTPool2d, x: Tensor, dtype: torch.dtype) -> dict[str, 
     x = x.to(dtype).requires_grad_()
     out = pool(x)
     inputs = {'x': x} | dict(pool.named_parameters())
-    grads = torch.autograd.grad(out, list(inputs.values()), torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out))
+    grads = torch.autograd.grad(
+        out, list(inputs.values()), torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
+    )
     return {'output': out.detach()} | dict(zip(inputs, grads, strict=True))
 
 
