@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import nn
@@ -21,6 +18,7 @@ from torch.utils.data import DataLoader
 from rotp_vision import bench
 from rotp_vision.calibration import Metric, calibrate
 from rotp_vision.evaluation import ImageFiles, compare, image_batches
+from rotp_vision.files import check_writable
 from rotp_vision.hub import (
     build,
     fit_weights,
@@ -33,7 +31,7 @@ from rotp_vision.hub import (
 )
 from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
-from rotp_vision.visualize import visualize
+from rotp_vision.tables import text_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(format='%(message)s', level=logging.WARNING)
     try:
         args.run(args)
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, ImportError) as error:
         print(f'rotp-vision {args.command}: {error}', file=sys.stderr)
         return 1
     return 0
@@ -58,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
     command.add_argument(
-        '--set', action='append', default=[], metavar='OPTION=VALUE', help='another option: --set view=log --set step=5'
+        '--set', action='append', default=[], metavar='NAME=VALUE', help='another option: --set view=log --set step=5'
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
@@ -83,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--images', required=True, help='folder of images, in class folders for accuracies')
     command.add_argument('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
     command.add_argument('--checkpoint', help='weights of the original, where it is a name')
+    _add_model_kwargs(command, 'arguments of the original, where it is a name: global_pool=avg')
     command.add_argument('--limit', type=int, help='use only so many images')
     _add_loading(command)
     command.set_defaults(run=_verify)
@@ -110,6 +109,11 @@ def _add_source(command: argparse.ArgumentParser):
     command.add_argument('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
     command.add_argument('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
     command.add_argument('--num-classes', type=int, help='number of classes, if not the default')
+    _add_model_kwargs(command, 'further arguments of the network: global_pool=avg img_size=256')
+
+
+def _add_model_kwargs(command: argparse.ArgumentParser, text: str):
+    command.add_argument('--model-kwargs', nargs='+', default=[], metavar='NAME=VALUE', help=text)
 
 
 def _add_loading(command: argparse.ArgumentParser):
@@ -119,17 +123,17 @@ def _add_loading(command: argparse.ArgumentParser):
 
 
 def _load(args: argparse.Namespace) -> nn.Module:
-    """The network that `model`, `--checkpoint`, `--pretrained` and `--num-classes` describe, in eval mode."""
+    """The network that `--model` and the arguments beside it describe, in eval mode."""
     if Path(args.model).is_dir():
-        if args.checkpoint or args.pretrained or args.num_classes is not None:
+        if args.checkpoint or args.pretrained or args.num_classes is not None or args.model_kwargs:
             raise ValueError(
-                f'{args.model} is a directory with weights of its own: --checkpoint, --pretrained and --num-classes '
-                "go with a network's name"
+                f'{args.model} is a directory with a network and weights of its own: --checkpoint, --pretrained, '
+                "--num-classes and --model-kwargs go with a network's name"
             )
         return load_pretrained(args.model)
     if args.num_classes is not None and args.num_classes < 0:
         raise ValueError(f'--num-classes must be positive, or 0 for no classifier, got {args.num_classes}')
-    kwargs: dict[str, Any] = {} if args.num_classes is None else {'num_classes': args.num_classes}
+    kwargs = _model_kwargs(args)
     from_hub = args.model.startswith('hf-hub:')
     if args.checkpoint and (args.pretrained or from_hub):
         raise ValueError('give either --checkpoint or pretrained weights, not both')
@@ -148,14 +152,21 @@ def _load(args: argparse.Namespace) -> nn.Module:
     return model.eval()
 
 
-def _refuse_existing(args: argparse.Namespace):
+def _model_kwargs(args: argparse.Namespace) -> dict[str, Any]:
+    given = dict(_assignment(text, '--model-kwargs') for text in args.model_kwargs)
+    return given | ({} if args.num_classes is None else {'num_classes': args.num_classes})
+
+
+def _check_output(args: argparse.Namespace):
+    """Raise if the output exists or cannot be written: before the work, not after it."""
+    check_writable(Path(args.output).parent)
     if Path(args.output).exists() and not args.force:
         raise ValueError(f'{args.output} exists; choose another --output, or overwrite it with --force')
 
 
 def _convert(args: argparse.Namespace):
-    _refuse_existing(args)
-    given = dict(_assignment(text) for text in args.set)
+    _check_output(args)
+    given = dict(_assignment(text, '--set') for text in args.set)
     options = pool_options(args.pool, **given)
     if args.image_size is not None and not args.calibrate:
         raise ValueError('--image-size goes with --calibrate')
@@ -181,7 +192,7 @@ def _convert(args: argparse.Namespace):
         base, arguments = native_of(args.model)
     else:
         base = args.model if not args.model.startswith('hf-hub:') else None
-        arguments = None if args.num_classes is None else {'num_classes': args.num_classes}
+        arguments = _model_kwargs(args)
     directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
     print(f"\nwrote {directory}; load it by\n  rotp_vision.load_pretrained('{directory}')")
     print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
@@ -191,10 +202,10 @@ def _convert(args: argparse.Namespace):
 _WORDS = {'true': True, 'false': False, 'null': None}
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def _assignment(text: str, argument: str) -> tuple[str, Any]:
     name, equals, value = text.partition('=')
     if not equals:
-        raise ValueError(f'--set takes OPTION=VALUE, got {text!r}')
+        raise ValueError(f'{argument} takes NAME=VALUE, got {text!r}')
     if value in _WORDS:
         return name, _WORDS[value]
     try:
@@ -215,17 +226,15 @@ def _inspect(args: argparse.Namespace):
                 shown = ', '.join(f'{v:.4g}' for v in values[:8]) + (f', … ({len(values)})' if len(values) > 8 else '')
                 print(f'  {name:16} {shown}')
         return
-    columns = ('path', 'kind', 'pools now', 'input', 'can be replaced')
-    table = Table(*(Column(name, overflow='fold') for name in columns))
+    rows = [('path', 'kind', 'input', 'pools now', 'can be replaced')]
     for pool in find_pools(model):
         shape = ' × '.join(str(size) for size in pool.input_shape[1:])
-        verdict = pool.reason or 'yes'
-        table.add_row(*map(escape, (pool.path, pool.kind, pool.old, shape, verdict)))
-    Console().print(table)
+        rows.append((pool.path, pool.kind, shape, pool.old, pool.reason or 'yes'))
+    print(text_table(rows))
 
 
 def _revert(args: argparse.Namespace):
-    _refuse_existing(args)
+    _check_output(args)
     model = revert(load_pretrained(args.model))
     print(f'wrote {write_state_dict(model, args.output, force=args.force)}')
 
@@ -254,13 +263,13 @@ def _verify(args: argparse.Namespace):
     if unlabelled:
         print(f'no accuracies: {unlabelled}')
     else:
-        table = Table('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')
+        table = [('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')]
         rows = {'original': result.original, 'average + gain': result.average_gain, 'converted': result.converted}
         for name, score in rows.items():
             if score is not None:
                 top5 = '' if score.top5 is None else f'{100 * score.top5:.2f}'
-                table.add_row(name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5)
-        Console().print(table)
+                table.append((name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5))
+        print(text_table(table))
         if result.average_gain is not None:
             print('average + gain: average pooling with a gain fitted on the other half of these images')
     print(
@@ -277,12 +286,18 @@ def _verify(args: argparse.Namespace):
 
 
 def _visualize(args: argparse.Namespace):
+    from rotp_vision.visualize import visualize  # needs matplotlib, which the other commands do without
+
+    check_writable(Path(args.output))
+    if args.limit < 1:
+        raise ValueError(f'--limit must be at least one image, got {args.limit}')
     files: list[Path] = []
     titles: list[str] = []
     total = 0
     for name in map(Path, args.images):
-        found = ImageFiles(name, None, args.limit).files if name.is_dir() else [name]
-        total += len(ImageFiles(name, None)) if name.is_dir() else 1
+        images = ImageFiles(name, None) if name.is_dir() else None
+        found = [name] if images is None else images.of_every_folder(args.limit)
+        total += 1 if images is None else len(images)
         files += found
         # Files in different class folders may share a name, so titles include the folder.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
@@ -290,7 +305,7 @@ def _visualize(args: argparse.Namespace):
     for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):
         print(f'wrote {path}')
     if len(files) < total:
-        print(f'{len(files)} of {total} images drawn; --limit draws more of each folder')
+        print(f'{len(files)} of {total} images drawn, spread over all class folders; --limit draws more of each folder')
 
 
 if __name__ == '__main__':

@@ -26,6 +26,15 @@ from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, sets_of
 
+# Folders of images with these names are parts of a dataset, not classes.
+_SPLITS = {'train', 'training', 'val', 'valid', 'validation', 'test'}
+
+
+def _spread(values: list[Any], limit: int) -> list[Any]:
+    """At most `limit` of the values, evenly spaced."""
+    count = min(limit, len(values))
+    return [values[i * len(values) // count] for i in range(count)]
+
 
 class ImageFiles(Dataset):
     """The images of a folder; those in class folders are labelled.
@@ -46,8 +55,7 @@ class ImageFiles(Dataset):
         self.classes = sorted({path.relative_to(self.root).parts[0] for path in files if path.parent != self.root})
         if limit is not None and limit < 1:
             raise ValueError(f'the limit must be at least one image, got {limit}')
-        count = len(files) if limit is None else min(limit, len(files))
-        self.files = [files[i * len(files) // count] for i in range(count)]
+        self.files = files if limit is None else _spread(files, limit)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -59,8 +67,25 @@ class ImageFiles(Dataset):
         folder = path.relative_to(self.root).parts[0]
         return tensor, self.classes.index(folder) if folder in self.classes else -1
 
+    def of_every_folder(self, limit: int) -> list[Path]:
+        """At most `limit` of the files, as evenly over the folders that they are in as these allow."""
+        folders: dict[Path, list[Path]] = {}
+        for path in self.files:
+            folders.setdefault(path.parent, []).append(path)
+        counts = dict.fromkeys(_spread(list(folders), limit), 0)
+        left = min(limit, sum(len(folders[folder]) for folder in counts))
+        while left:
+            for folder in [folder for folder in counts if counts[folder] < len(folders[folder])][:left]:
+                counts[folder] += 1
+                left -= 1
+        return [path for folder, count in counts.items() for path in _spread(folders[folder], count)]
+
     def why_no_labels(self, num_classes: int) -> str:
         """Why the class folders cannot be the classes of a network with `num_classes`; empty if they can."""
+        depths = {len(path.relative_to(self.root).parts) for path in self.files}
+        if self.classes and set(self.classes) <= _SPLITS and min(depths) > 2:
+            parts, one = ', '.join(self.classes), self.root / self.classes[-1]
+            return f'{self.root} has the folders {parts}, which are not classes: give one of them, such as {one}'
         if not self.classes:
             return f'{self.root} has no class folders'
         outside = sum(path.parent == self.root for path in self.files)

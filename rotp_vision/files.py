@@ -1,6 +1,7 @@
 """Writing files that are whole at every moment, whenever the process may end."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,3 +42,12 @@ def open_by_umask(path: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
+
+
+def check_writable(directory: Path) -> None:
+    """Raise a ValueError unless files can be written into a directory, or it could be made: asked before long work."""
+    place = next(parent for parent in (directory, *directory.absolute().parents) if parent.exists())
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ValueError(f'cannot write into {directory}: {place}: {error.strerror}') from error

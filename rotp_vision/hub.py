@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 import torchvision
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from timm.models import generate_default_cfgs, get_pretrained_cfg, load_state_dict, register_model
+from timm.models import load_state_dict
 from timm.models._builder import load_pretrained as load_weights
 from timm.models._builder import resolve_pretrained_cfg
 from timm.models._hub import save_config_for_hf
@@ -349,7 +349,9 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
     """
     config = Path(directory) / 'config.json'
     if not config.is_file():
-        raise ValueError(f'{directory} is not a directory that save_pretrained wrote: it has no config.json')
+        inside = ', '.join(str(found.parent) for found in sorted(Path(directory).glob('*/config.json')))
+        hint = f'; did you mean {inside}?' if inside else ''
+        raise ValueError(f'{directory} is not a directory that save_pretrained wrote: it has no config.json{hint}')
     try:
         json.loads(config.read_text())['architecture']
     except (ValueError, KeyError, TypeError) as error:
@@ -397,13 +399,7 @@ def _with_versions(state: dict[str, torch.Tensor], model: nn.Module) -> dict[str
     return versioned
 
 
-_resnet18 = get_pretrained_cfg('resnet18')
-assert _resnet18 is not None
-default_cfgs = generate_default_cfgs({'rotp_converted': replace(_resnet18, url='', hf_hub_id=None, tag=None)})
-
-
-@register_model
-def rotp_converted(
+def build_converted(
     pretrained: bool = False,
     pretrained_cfg=None,
     pretrained_cfg_overlay=None,
@@ -414,7 +410,7 @@ def rotp_converted(
     folded: Sequence[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
-    """Any network with converted pools, as `save_pretrained` describes it in config.json; by default a ResNet-18.
+    """The network of `rotp_converted`, which is registered in timm: any network with converted pools.
 
     Args:
         pretrained: whether to load the weights that `pretrained_cfg` points to.
@@ -432,7 +428,7 @@ def rotp_converted(
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another one, the network is the native one.
-        whole = rotp_converted(
+        whole = build_converted(
             pretrained, pretrained_cfg, pretrained_cfg_overlay, cache_dir, base, base_args, pools, folded
         )
         local = [path for path, pool in rot_pools(whole).items() if isinstance(pool, LocalROTPool2d)]

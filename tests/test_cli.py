@@ -1,5 +1,6 @@
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ def place(tmp_path_factory):
         for i in range(3):
             pixels = rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(place / 'images' / name / f'{i}.png')
+    for part in ('train', 'val'):
+        shutil.copytree(place / 'images', place / 'parts' / part)
     torch.manual_seed(0)
     save_file(timm.create_model('test_resnet', num_classes=3).state_dict(), place / 'native.safetensors')
     return place
@@ -97,14 +100,11 @@ def test_inspect(place, saved, capsys):
     assert 'global' in capsys.readouterr().out
 
 
-def test_inspect_shows_everything_in_a_narrow_window(capsys, monkeypatch):
-    monkeypatch.setenv('COLUMNS', '80')
+def test_inspect_shows_everything(capsys):
     assert run('inspect', '--model', 'test_resnet') == 0
-    rows = [line.split('│') for line in capsys.readouterr().out.splitlines() if line.startswith('│')]
-    shown = ''.join(row[3].strip() for row in rows)
-    assert '…' not in shown
+    shown = capsys.readouterr().out
     for pool in rotp_vision.find_pools(timm.create_model('test_resnet')):
-        assert pool.old.replace(' ', '') in shown.replace(' ', '')
+        assert all(text in shown for text in (pool.path, pool.old, pool.reason))
 
 
 def test_verify_and_revert(place, saved, capsys):
@@ -123,9 +123,9 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
     rotp_vision.save_pretrained(model, tmp_path / 'gain')
     assert run('verify', '--model', tmp_path / 'gain', '--images', place / 'images', '--workers', 0) == 0
     shown = capsys.readouterr().out
-    rows = {line.split('│')[1].strip(): line.split('│')[2:5] for line in shown.splitlines() if line.count('│') > 3}
-    assert list(rows) == ['original', 'average + gain', 'converted']
-    assert all(float(loss) > 0 for loss, *_ in rows.values())
+    rows = re.findall(r'^(original|average \+ gain|converted)  +(\S+)  +(\S+)', shown, re.MULTILINE)
+    assert [name for name, *_ in rows] == ['original', 'average + gain', 'converted']
+    assert all(float(loss) > 0 and 0 <= float(top1) <= 100 for _, loss, top1 in rows)
     largest = float(re.search(r'largest logit difference (\S+)', shown)[1])
     beyond = float(re.search(r'the gain of 0.25 scales the logits; .* difference is (\S+)', shown)[1])
     assert beyond < 0.1 * largest
@@ -142,7 +142,7 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
     [
         (['convert', '--model', 'test_resnett', '--output', '{place}/new'], 'close matches: test_resnet'),
         (['convert', '--model', 'test_resnet', '--set', 'vew=rms', '--output', '{place}/new'], 'option.* vew'),
-        (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes OPTION=VALUE'),
+        (['convert', '--model', 'test_resnet', '--set', 'view', '--output', '{place}/new'], '--set takes NAME=VALUE'),
         (['convert', '--model', 'test_resnet', '--set', 'implicit=no', '--output', '{place}/new'],
          "implicit must be true or false, got 'no'"),
         (['convert', '--model', 'test_resnet', '--num-classes', '-3', '--output', '{place}/new'],
@@ -159,10 +159,19 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
         (['verify', '--model', '{place}/images', '--images', '{place}/images'], 'has no config.json'),
         (['verify', '--model', '{place}/converted', '--images', '{place}/images', '--limit', '0'],
          'at least one image'),
-        (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'weights of its own'),
+        (['inspect', '--model', '{place}/converted', '--checkpoint', 'x.pth'], 'network and weights of its own'),
         (['convert', '--model', 'torchvision:resnet18', '--random-weights', '--calibrate', '{place}/images',
           '--output', '{place}/new'],
          'has 3 class folders, the network 1000'),
+        (['convert', '--model', 'test_resnet', '--random-weights', '--num-classes', '2', '--calibrate', '{place}/parts',
+          '--output', '{place}/new'],
+         'has the folders train, val, which are not classes: give one of them, such as .*/parts/val'),
+        (['inspect', '--model', '{place}'], r'has no config\.json; did you mean .*converted'),
+        (['inspect', '--model', '{place}/converted', '--model-kwargs', 'global_pool=avg'], 'weights of its own'),
+        (['inspect', '--model', 'test_vit', '--model-kwargs', 'global_pool'], '--model-kwargs takes NAME=VALUE'),
+        (['visualize', '--model', '{place}/converted', '--images', '{place}/images', '--limit', '0', '--output',
+          '{place}/new'],
+         '--limit must be at least one image'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/native.safetensors'],
          'exists; choose another --output, or overwrite it with --force'),
         (['revert', '--model', '{place}/converted', '--output', '{place}/x.pth'], 'must end in .safetensors'),
@@ -174,6 +183,41 @@ def test_errors_say_what_to_do(place, saved, capsys, command, message):
     assert re.search(message, error)
     assert 'Traceback' not in error
     assert not (place / 'new').exists()
+
+
+@pytest.mark.parametrize(
+    'command',
+    [
+        ['convert', '--model', 'test_resnet', '--random-weights', '--output', '{nowhere}/new'],
+        ['revert', '--model', '{place}/converted', '--output', '{nowhere}/new.safetensors'],
+        ['visualize', '--model', '{place}/converted', '--images', '{place}/images', '--output', '{nowhere}'],
+    ],
+)
+@pytest.mark.parametrize('nowhere', ['{place}/native.safetensors', '/proc'])
+def test_where_nothing_can_be_written_nothing_is_begun(place, saved, capsys, monkeypatch, command, nowhere):
+    """A file is no directory, and nobody may write into /proc, not even root."""
+    for work in ('build', 'load_pretrained'):
+        monkeypatch.setattr(f'rotp_vision.cli.{work}', None)
+    nowhere = nowhere.format(place=place)
+    assert run(*(part.format(place=place, nowhere=nowhere) for part in command)) == 1
+    assert f'cannot write into {nowhere}' in capsys.readouterr().err
+
+
+def test_the_advice_for_a_vision_transformer_can_be_followed(tmp_path, capsys):
+    command = ['convert', '--model', 'test_vit', '--random-weights', '--output', tmp_path / 'new']
+    assert run(*command) == 1
+    (advice,) = re.findall(r'\((--model-kwargs \S+)\)', capsys.readouterr().err)
+    assert run(*command, *advice.split()) == 0
+    (pool,) = rotp_vision.rot_pools(rotp_vision.load_pretrained(tmp_path / 'new')).values()
+    assert isinstance(pool, rotp_vision.ROTSetPool)
+
+
+def test_a_command_says_which_extra_it_needs(place, saved, tmp_path, capsys, monkeypatch):
+    for name in [name for name in sys.modules if name.split('.')[0] == 'matplotlib' or 'visualize' in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    assert run('visualize', '--model', saved, '--images', place / 'images', '--output', tmp_path / 'out') == 1
+    assert "pip install 'rotp_vision[train]'" in capsys.readouterr().err
 
 
 def test_a_converted_directory_is_converted_further(place):
@@ -194,7 +238,14 @@ def test_images_are_evenly_spread_and_labels_told_apart(place, tmp_path):
     files = ImageFiles(place / 'images', None, limit=5).files
     assert [file.parent.name for file in files] == ['ant', 'ant', 'bee', 'bee', 'cat']
     assert len(ImageFiles(place / 'images', None, limit=100)) == 9
+    assert [file.parent.name for file in ImageFiles(place / 'images', None).of_every_folder(7)].count('ant') == 3
     images = shutil.copytree(place / 'images', tmp_path / 'images')
+    for name in 'bcdefghi':
+        shutil.copy(images / 'cat' / '0.png', images / 'cat' / f'{name}.png')
+    chosen = ImageFiles(images, None).of_every_folder(5)
+    assert [file.parent.name for file in chosen] == ['ant', 'ant', 'bee', 'bee', 'cat']
+    assert len(set(chosen)) == 5
+    assert len(ImageFiles(images, None).of_every_folder(100)) == 17
     shutil.copy(images / 'ant' / '0.png', images / '0.png')
     assert 'outside its class folders' in ImageFiles(images, None).why_no_labels(3)
 
@@ -210,5 +261,5 @@ def test_visualize(place, saved, tmp_path, capsys):
     assert run('visualize', '--model', saved, '--images', *images, '--limit', 2, '--output', tmp_path / 'out') == 0
     assert (tmp_path / 'out' / 'sheet.png').stat().st_size > 10_000
     titles = re.findall('<h2>(.*?)</h2>', (tmp_path / 'out' / 'index.html').read_text())
-    assert titles == ['ant/0.png', 'bee/1.png', '0.png', '1.png', '0.png']
+    assert titles == ['ant/0.png', 'bee/0.png', '0.png', '1.png', '0.png']
     assert '5 of 13 images drawn' in capsys.readouterr().out

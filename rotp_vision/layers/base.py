@@ -4,14 +4,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
 from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
+from rotp_vision.layers.tracing import OneNode
 
 
-class ROTPool(nn.Module):
+class ROTPool(OneNode):
     """Pooling of sets with the plan of a regularized optimal transport problem whose weights are learned.
 
     Args:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.tracing import OneNode
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -104,7 +105,7 @@ class MixedROTPool2d(MapPool):
         return self.omega.unsqueeze(0)
 
 
-class ROTSetFusion(nn.Module):
+class ROTSetFusion(OneNode):
     """Pooling of sets of sets (paper, eq. "hrotp"): views, crops or tiles of an image, bags of graphs.
 
         f = f_rot([g(f_rot(X_1; θ_1)), …, g(f_rot(X_M; θ_1))]; θ_2)

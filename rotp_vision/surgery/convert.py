@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
-from timm.models._features_fx import register_notrace_module
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -16,14 +15,11 @@ from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROT
 from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
 from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
 from rotp_vision.surgery.trace import undisturbed
+from rotp_vision.tables import text_table
 
 _logger = logging.getLogger('rotp_vision')
 
 Where = Literal['global', 'local', 'all']
-
-
-# Its forward reads shapes in Python, which symbolic tracing cannot follow: for fx it is a leaf, like the other pools.
-register_notrace_module(ROTSetPool)
 
 
 class Replaced(NamedTuple):
@@ -155,9 +151,7 @@ def describe(model: nn.Module) -> str:
         shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
         new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return '\n'.join([lines[0], '  '.join('-' * width for width in widths), *lines[1:]])
+    return text_table(rows)
 
 
 def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:

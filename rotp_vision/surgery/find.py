@@ -301,7 +301,8 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
     elif getattr(model, 'global_pool', '') == 'token' or (last is not None and last.name == '__getitem__'):
         path, old = '' if last is None else last.path, 'class token'
         reason = 'the classifier reads a class token: ' + (
-            'nothing is pooled. Create the model with global_pool="avg" if its weights allow it'
+            'nothing is pooled. Create the model with global_pool="avg" (--model-kwargs global_pool=avg) if its '
+            'weights allow it'
             if _can_pool(model, inputs)
             else 'a model that classifies from it has no pooling to replace'
         )
@@ -315,7 +316,7 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
         path, old = '', 'no pooling'
         reason = (
             'no module or function reduces a map to one vector: the model has no pooled output. If it has no head, '
-            'create it with num_classes=…, global_pool="avg"'
+            'create it with num_classes=…, global_pool="avg" (--num-classes, --model-kwargs global_pool=avg)'
         )
     elif _size(last.output_shape) == _size(last.input_shape):
         path, old = last.path, f'fixed grid of {" × ".join(str(size) for size in shape[2:])}'
