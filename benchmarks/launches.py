@@ -4,8 +4,8 @@
 
 Every operation on a fake tensor that is neither a view nor an allocation is one launch, which reads its inputs
 once and writes its outputs once; so is every launch of a Triton kernel, where overlapping windows are read once, as a
-cache would have it. An operation on the CPU, a mixture of devices or a look at a value is an error. Times are estimates:
-bytes at 80 % of a GPU's bandwidth, and nothing for the launches themselves and for exponentials.
+cache would have it. An operation on the CPU, a mixture of devices or a look at a value is an error. Times are
+estimates: bytes at 80 % of a GPU's bandwidth, and nothing for the launches themselves and for exponentials.
 """
 
 import argparse
@@ -31,7 +31,7 @@ BANDWIDTH = {'H100': 3.35e12, 'A100': 2.0e12}  # bytes per second
 SHARE_OF_BANDWIDTH = 0.8
 STEP_MS = {'AMP': 104.0, 'TF32': 273.0}  # of a ResNet-50 with 256 images on an A100, from NVIDIA's published throughput
 # Without a GPU torch refuses to run backward on fake CUDA tensors. These are on no CPU and on one device either.
-DEVICE = 'lazy'
+DEVICE = 'lazy:0'
 NO_LAUNCH = ('empty', 'new_empty', 'detach', 'lift_fresh', '_unsafe_view')
 GLOBAL, STEM = (256, 2048, 7, 7), (256, 64, 112, 112)
 WINDOWS: dict[str, Any] = {'kernel_size': 3, 'stride': 2, 'padding': 1}
@@ -68,10 +68,12 @@ class Counter(TorchDispatchMode):
         view = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if outputs and not view and not operation.startswith(NO_LAUNCH):
-            inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            # Of these the input only says what to make.
+            read = () if operation.startswith('new_') or operation.endswith('_like') else (args, kwargs)
+            inputs = [leaf for leaf in tree_leaves(read) if isinstance(leaf, Tensor)]
             for tensor in (*inputs, *outputs):
                 # A number of Python's that became a tensor stays on the CPU, and costs nothing.
-                if tensor.device.type != DEVICE and tensor.dim():
+                if tensor.device != torch.device(DEVICE) and tensor.dim():
                     raise RuntimeError(f'{operation} on {tensor.device}')
             self.launches.append((operation, sum(map(_bytes, {id(t): t for t in (*inputs, *outputs)}.values()))))
         return result
@@ -81,7 +83,9 @@ class Counter(TorchDispatchMode):
         given = dict(zip(kernel.arg_names, arguments, strict=False))
         end = constants.get('LAST', constants.get('FIRST', True))
         unused = set() if end else {'pooled', 'd_features', 'd_log_p0', 'slopes'}
-        unused |= set() if constants.get('NEED_FEATURES', constants.get('NEED_X', True)) else {'d_features', 'd_windows'}
+        unused |= (
+            set() if constants.get('NEED_FEATURES', constants.get('NEED_X', True)) else {'d_features', 'd_windows'}
+        )
         total = 0
         for name, value in given.items():
             for tensor in tree_leaves(value):
@@ -115,14 +119,14 @@ def pretended(counter: Counter, backend: str) -> Iterator[None]:
             from rotp_vision.core.triton import tiles
 
             enter(mock.patch.object(tiles, 'launch', counter.kernel))
-            enter(mock.patch.object(tiles, 'on_device', lambda x: contextlib.nullcontext()))
-            enter(mock.patch('rotp_vision.core.triton.windows.on_device', lambda x: contextlib.nullcontext()))
+            enter(mock.patch.object(tiles, 'on_device', return_value=contextlib.nullcontext()))
+            enter(mock.patch('rotp_vision.core.triton.windows.on_device', return_value=contextlib.nullcontext()))
         enter(mock.patch.object(triton_room, 'INSTALLED', backend == 'triton'))
         enter(mock.patch.object(triton_room, 'INTERPRETED', True))
-        enter(mock.patch.object(solver, 'on_gpu', lambda features: True))
-        enter(mock.patch.object(torch, 'autocast', lambda *device, **options: contextlib.nullcontext()))
-        enter(mock.patch.object(check, 'is_traced', lambda features: False))
-        enter(mock.patch.object(check, 'trusted', lambda *configuration: True))
+        enter(mock.patch.object(solver, 'on_gpu', return_value=True))
+        enter(mock.patch.object(torch, 'autocast', return_value=contextlib.nullcontext()))
+        enter(mock.patch.object(check, 'is_traced', return_value=False))
+        enter(mock.patch.object(check, 'trusted', return_value=True))
         yield
 
 
@@ -134,7 +138,7 @@ def count(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     frozen: bool = False,
-) -> tuple[Count, list[str]]:
+) -> tuple[Count, list[tuple[str, int]]]:
     """Of forward and backward of a layer on a map, with 'auto' where Triton is there, or is not ('torch').
 
     Args:
@@ -146,7 +150,7 @@ def count(
         frozen: whether the map needs no gradient.
 
     Returns:
-        The count, and the names of what was launched.
+        The count, and what was launched, with its bytes.
     """
     with FakeTensorMode():
         with torch.device(DEVICE):
@@ -159,7 +163,7 @@ def count(
             inputs = [*([] if frozen else [x]), *pool.parameters()]
             torch.autograd.grad(out, inputs, torch.empty_like(out))
     launches = counter.launches
-    return Count(len(launches), sum(size for _, size in launches)), [name for name, _ in launches]
+    return Count(len(launches), sum(size for _, size in launches)), launches
 
 
 class GeM(nn.Module):
@@ -209,9 +213,9 @@ def main() -> None:
     for name, (make, shape, backend) in cases().items():
         if args.detail not in (None, name):
             continue
-        counted, names = count(make, shape, backend=backend)
+        counted, launches = count(make, shape, backend=backend)
         if args.detail:
-            print('\n'.join(names))
+            print('\n'.join(f'{operation} {size:,}' for operation, size in launches))
         times = [counted.milliseconds(gpu) for gpu in BANDWIDTH]
         shares = [100 * times[1] / (step + times[1]) for step in STEP_MS.values()]
         lines.append(
