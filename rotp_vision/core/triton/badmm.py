@@ -26,6 +26,7 @@ from rotp_vision.core.triton.tiles import (
     combine_sum,
     leave_lse,
     leave_sum,
+    load_tile,
     load_view,
     merge_lse,
     open_set,
@@ -309,13 +310,9 @@ def badmm_backward(
             store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
             tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
             if NEED_FEATURES:
-                if VIEW != 'identity':
+                if VIEW == 'log':
                     # Read again, for it need not be held all the way.
-                    x, peak, scale, raw = load_view(
-                        features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW
-                    )
-                    g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
-                    g = g * gain / scale
+                    raw = load_tile(features, b, d, n, features_strides, D, log_q0)
                 dx = view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW)
                 store_tile(d_features, dx, b, d, n, d_features_strides, D, N, log_q0)
         else:
