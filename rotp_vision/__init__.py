@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotp_vision.calibration import Calibration, calibrate
-    from rotp_vision.hub import load_pretrained, read_state_dict, save_pretrained
+    from rotp_vision.hub import load_pretrained, push_to_hub, read_state_dict, save_pretrained
     from rotp_vision.layers import (
         GlobalROTPool2d,
         LocalROTPool2d,
@@ -48,6 +48,7 @@ __all__ = [
     'freeze',
     'load_pretrained',
     'pool_options',
+    'push_to_hub',
     'read_state_dict',
     'revert',
     'rot_pools',

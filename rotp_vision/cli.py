@@ -27,6 +27,7 @@ from rotp_vision.hub import (
     num_classes_of,
     read_state_dict,
     save_pretrained,
+    shortened,
     write_state_dict,
 )
 from rotp_vision.layers import pool_options
@@ -222,9 +223,7 @@ def _inspect(args: argparse.Namespace):
         for path, pool in pools.items():
             print(f'\n{path}: {pool.extra_repr()}')
             for name, value in pool.named_weights().items():
-                values = value.flatten().tolist()
-                shown = ', '.join(f'{v:.4g}' for v in values[:8]) + (f', … ({len(values)})' if len(values) > 8 else '')
-                print(f'  {name:16} {shown}')
+                print(f'  {name:16} {shortened(value)}')
         return
     rows = [('path', 'kind', 'input', 'pools now', 'can be replaced')]
     for pool in find_pools(model):

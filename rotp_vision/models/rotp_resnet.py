@@ -1,6 +1,7 @@
 """ResNets with ROT pooling, registered in timm: resnet{18,34,50,101,152}_rotp{,_s,_q,_local}."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -9,7 +10,7 @@ from timm.models._registry import get_arch_pretrained_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, pool_options
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, pool_options
 
 __all__ = ['ROTPResNet']
 
@@ -77,6 +78,20 @@ class ROTPResNet(ResNet):
             self.global_pool = pool
         elif global_pool == 'rotp' or (global_pool is None and pool.is_identity()):
             self._install_pool()
+
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """The arguments with which timm saves the model: those it recorded, and the options as they are now."""
+        return dict(vars(self).get('_model_args', {})) | self.pool_arguments()
+
+    @_model_args.setter
+    def _model_args(self, arguments: Mapping[str, Any]):
+        vars(self)['_model_args'] = dict(arguments)
+
+    def pool_arguments(self) -> dict[str, Any]:
+        """The arguments that describe the pooling: all of its options, because a variant fills in what is left out."""
+        pools = {'rotp': self.global_pool, 'rotp_stem': self.maxpool}
+        return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool)}
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""

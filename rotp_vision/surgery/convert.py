@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
-from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
+from rotp_vision.surgery.classes import CONVERTED, NEW_POOL, change, changes_of
 from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
 from rotp_vision.surgery.trace import undisturbed
 from rotp_vision.tables import text_table
@@ -75,6 +75,7 @@ def convert(
         reason = _why_not(model, examples, before, new)
         if reason:
             raise ValueError(f'cannot replace {reason}')
+        name_for_timm(model)
         whole = True
     finally:
         if not whole:  # because of any error, KeyboardInterrupt included
@@ -112,6 +113,9 @@ def revert(model: nn.Module) -> nn.Module:
     if not converted:
         raise ValueError('the model has no converted pool to revert')
     _take_all(model, converted)
+    if changes_of(model).architecture:
+        _set_architecture(model, changes_of(model).architecture)
+        change(model, architecture='')
     folded = [path for path, pool in converted.items() if pool.gain_folded]
     if folded:
         warnings.warn(
@@ -157,6 +161,32 @@ def describe(model: nn.Module) -> str:
         new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
     return text_table(rows)
+
+
+def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments from which CONVERTED builds a converted model again.
+
+    Args:
+        model: the converted model.
+        base: the native network's name.
+        base_args: arguments of the native network.
+    """
+    pools = rot_pools(model)
+    folded = [path for path, pool in pools.items() if pool.gain_folded]
+    options = {path: pool.options.to_dict() for path, pool in pools.items()}
+    return {'base': base, 'base_args': dict(base_args), 'pools': options} | ({'folded': folded} if folded else {})
+
+
+def name_for_timm(model: nn.Module):
+    """Let timm's `save_for_hf` and `push_to_hf_hub` write what builds the converted model, if it is one of timm's."""
+    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    if architecture not in (None, CONVERTED):
+        _set_architecture(model, CONVERTED)
+        change(model, architecture=architecture)
+
+
+def _set_architecture(model: Any, name: str):
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': name}
 
 
 def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:
