@@ -8,6 +8,12 @@ import torch
 os.environ.setdefault('ONEDNN_MAX_CPU_ISA', 'AVX512_CORE_FP16')
 
 
+def pytest_configure(config):
+    if hasattr(config, 'workerinput'):  # one of several processes of pytest-xdist, which share the cores
+        torch.set_num_threads(1)
+        os.environ.setdefault('OMP_NUM_THREADS', '1')
+
+
 def pytest_addoption(parser):
     parser.addoption(
         '--real-data',

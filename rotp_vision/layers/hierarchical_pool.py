@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.tracing import one_node, refuse_script
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -81,6 +82,7 @@ class MixedROTPool2d(MapPool):
         """ω · mean + (1 - ω) · max, ω learned (paper, Proposition 2); gated: ω a sigmoid of the mean feature."""
         return cls([MEAN_POOL, MAX_POOL], MEAN_POOL, num_features, gated=gated, flatten=flatten)
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         sets = self.sets(x)
         return self.shaped(self.pool_sets(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)))
@@ -141,6 +143,9 @@ class ROTSetFusion(nn.Module):
         self.network = nn.Identity() if network is None else network
         self.between = ROTPool(between, num_features if num_fused is None else num_fused)
 
+    __prepare_scriptable__ = refuse_script
+
+    @one_node
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() == 5:
             sets = x.flatten(3)  # (B, M, D, N)

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models._features_fx import register_notrace_module
 from timm.models._registry import get_arch_pretrained_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
@@ -13,10 +12,6 @@ from torch import nn
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, pool_options
 
 __all__ = ['ROTPResNet']
-
-# Their forward reads shapes in Python, which symbolic tracing cannot follow: to fx they are leaves.
-register_notrace_module(GlobalROTPool2d)
-register_notrace_module(LocalROTPool2d)
 
 Options = PoolOptions | Mapping[str, Any] | str | None
 

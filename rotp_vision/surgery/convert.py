@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
-from timm.models._features_fx import register_notrace_module
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -21,10 +20,6 @@ from rotp_vision.tables import text_table
 _logger = logging.getLogger('rotp_vision')
 
 Where = Literal['global', 'local', 'all']
-
-
-# Its forward reads shapes in Python, which symbolic tracing cannot follow: for fx it is a leaf, like the other pools.
-register_notrace_module(ROTSetPool)
 
 
 class Replaced(NamedTuple):
