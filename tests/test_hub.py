@@ -4,6 +4,7 @@ import sys
 import warnings
 from functools import partial
 
+import huggingface_hub
 import pytest
 import timm
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import rotp_vision
 from rotp_vision import PoolOptions, convert, load_pretrained, read_state_dict, save_pretrained
+from tests.hub_stand_in import stand_in
 
 x = torch.linspace(-2, 2, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
 
@@ -372,3 +374,51 @@ def test_the_card_says_what_it_is_and_what_it_needs(tmp_path):
     assert 'licence cc-by-4.0 for the weights of timm/test' in text
     text = (save_pretrained(model, tmp_path / 'mit', license='mit') / 'README.md').read_text()
     assert yaml.safe_load(text.split('---')[1])['license'] == 'mit'
+
+
+# The Hugging Face Hub, as a stand-in on this machine
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The repositories of a hub to which everything is sent that would go to huggingface.co."""
+    with stand_in() as (address, repositories):
+        monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', address)
+        url = address + '/{repo_id}/resolve/{revision}/{filename}'
+        monkeypatch.setattr(huggingface_hub.constants, 'HUGGINGFACE_CO_URL_TEMPLATE', url)
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+        for name in list(os.environ):
+            if name.lower().endswith('_proxy'):
+                monkeypatch.delenv(name)
+        huggingface_hub.close_session()
+        yield repositories
+        huggingface_hub.close_session()
+
+
+def test_a_published_model_is_loaded_by_timm_and_by_us(hub):
+    model = converted()
+    where = rotp_vision.push_to_hub(model, 'me/model', metrics={'top-1 %': 76.1}, license='mit', token='hf_x')
+    assert where.startswith('http://127.0.0.1:')
+    assert sorted(set(hub['me/model']) - {'.gitattributes'}) == ['README.md', 'config.json', 'model.safetensors']
+    card = hub['me/model']['README.md'].decode()
+    assert "rotp_vision.load_pretrained('hf-hub:me/model')" in card
+    assert '| top-1 % | 76.1 |' in card
+    assert 'license: mit' in card
+    for loaded in (
+        load_pretrained('hf-hub:me/model'),
+        load_pretrained('hf-hub:me/model@main'),
+        timm.create_model('hf-hub:me/model', pretrained=True).eval(),
+    ):
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_an_own_network_is_published(hub):
+    model = convert(Own()).eval()
+    rotp_vision.push_to_hub(model, 'me/own', base=Own, token='hf_x')
+    assert torch.equal(load_pretrained('hf-hub:me/own', base=Own)(x), model(x))
+
+
+def test_what_timm_publishes_is_loaded_again(hub):
+    model = calibrated(converted()).eval()
+    timm.models.push_to_hf_hub(model, 'me/timm', token='hf_x', safe_serialization=True)
+    assert torch.equal(timm.create_model('hf-hub:me/timm', pretrained=True).eval()(x), model(x))
