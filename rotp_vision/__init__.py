@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         pool_options,
     )
     from rotp_vision.models import ROTPResNet
+    from rotp_vision.probing import ProbeResult, fit_probe
     from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.2.0'
@@ -36,6 +37,7 @@ __all__ = [
     'LocalROTPool2d',
     'MixedROTPool2d',
     'PoolOptions',
+    'ProbeResult',
     'ROTPResNet',
     'ROTPool',
     'ROTSetFusion',
@@ -44,6 +46,7 @@ __all__ = [
     'convert',
     'describe',
     'find_pools',
+    'fit_probe',
     'fold_gain',
     'freeze',
     'load_pretrained',
@@ -56,7 +59,7 @@ __all__ = [
 ]
 
 # Where the names above are, those modules first that import least.
-_PLACES = ('layers', 'surgery', 'models', 'calibration', 'hub')
+_PLACES = ('layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
-from rotp_vision.layers.tracing import one_node
 
 
 class MapPool(ROTPool):
@@ -82,6 +81,5 @@ class GlobalROTPool2d(MapPool):
         torch.Size([2, 8])
     """
 
-    @one_node
     def forward(self, x: Tensor) -> Tensor:
         return self.shaped(self.pool_sets(self.sets(x)))

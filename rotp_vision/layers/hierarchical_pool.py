@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import PoolOptions, pool_options
-from rotp_vision.layers.tracing import one_node, refuse_script
+from rotp_vision.layers.tracing import OneNode
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -82,7 +82,6 @@ class MixedROTPool2d(MapPool):
         """ω · mean + (1 - ω) · max, ω learned (paper, Proposition 2); gated: ω a sigmoid of the mean feature."""
         return cls([MEAN_POOL, MAX_POOL], MEAN_POOL, num_features, gated=gated, flatten=flatten)
 
-    @one_node
     def forward(self, x: Tensor) -> Tensor:
         sets = self.sets(x)
         return self.shaped(self.pool_sets(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)))
@@ -106,7 +105,7 @@ class MixedROTPool2d(MapPool):
         return self.omega.unsqueeze(0)
 
 
-class ROTSetFusion(nn.Module):
+class ROTSetFusion(OneNode):
     """Pooling of sets of sets (paper, eq. "hrotp"): views, crops or tiles of an image, bags of graphs.
 
         f = f_rot([g(f_rot(X_1; θ_1)), …, g(f_rot(X_M; θ_1))]; θ_2)
@@ -143,9 +142,6 @@ class ROTSetFusion(nn.Module):
         self.network = nn.Identity() if network is None else network
         self.between = ROTPool(between, num_features if num_fused is None else num_fused)
 
-    __prepare_scriptable__ = refuse_script
-
-    @one_node
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if x.dim() == 5:
             sets = x.flatten(3)  # (B, M, D, N)

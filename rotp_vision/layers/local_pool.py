@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from rotp_vision.core import Windows, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
-from rotp_vision.layers.tracing import one_node
 
 # Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
 CHUNK_VALUES = 2**21
@@ -69,7 +68,6 @@ class LocalROTPool2d(ROTPool):
                 'a window of nothing but padding has no samples'
             )
 
-    @one_node
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 3:
             return self._pool_maps(x.unsqueeze(0)).squeeze(0)
@@ -81,9 +79,9 @@ class LocalROTPool2d(ROTPool):
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
-        if self.prior is None:
+        if self.prior is None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.options.view)
+            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
             if pooled is not None and self.gain is not None:
                 pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
             if pooled is not None and not self.count_include_pad:
@@ -110,7 +108,7 @@ class LocalROTPool2d(ROTPool):
     def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
         """Pool all windows, in chunks if there are many."""
         # A traced graph has one chunk: the number of chunks must not depend on the batch size.
-        if torch.compiler.is_compiling():
+        if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, inside, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
         step = max(1, CHUNK_VALUES // max(1, size))

@@ -161,7 +161,14 @@ class NormPrior(nn.Module):
 
 def log_norm(x: Tensor) -> Tensor:
     """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
+    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        return _log_norm(x)
     return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def _log_norm(x: Tensor, floor: float = VIEW_FLOOR, scale: float = NORM_SCALE) -> Tensor:
+    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    return torch.linalg.vector_norm(scaled, dim=1).clamp_min(floor * scale).log() - math.log(scale)
 
 
 class _LogNorm(torch.autograd.Function):
@@ -171,8 +178,7 @@ class _LogNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * NORM_SCALE
-        return torch.linalg.vector_norm(scaled, dim=1).clamp_min(VIEW_FLOOR * NORM_SCALE).log() - math.log(NORM_SCALE)
+        return _log_norm(x)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor], output: Tensor) -> None:
