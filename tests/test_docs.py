@@ -133,7 +133,7 @@ def check_module_or_install(command):
     spec = importlib.util.find_spec(module)
     assert spec, command
     if spec.origin and spec.origin.startswith(str(ROOT)):
-        source = Path(spec.origin).read_text('utf-8')
+        source = '\n'.join(path.read_text('utf-8') for path in Path(spec.origin).parent.glob('*.py'))
         assert all(f"'{word}'" in source for word in arguments if word.startswith('--')), command
 
 

@@ -108,9 +108,7 @@ def revert(model: nn.Module) -> nn.Module:
     if not converted:
         raise ValueError('the model has no converted pool to revert')
     _take_all(model, converted)
-    if changes_of(model).architecture:
-        _set_architecture(model, changes_of(model).architecture)
-        change(model, architecture='')
+    _unname(model)
     folded = [path for path, pool in converted.items() if pool.gain_folded]
     if folded:
         warnings.warn(
@@ -180,6 +178,13 @@ def name_for_timm(model: nn.Module):
         change(model, architecture=architecture)
 
 
+def _unname(model: nn.Module):
+    """Undo `name_for_timm`."""
+    if changes_of(model).architecture:
+        _set_architecture(model, changes_of(model).architecture)
+        change(model, architecture='')
+
+
 def _set_architecture(model: Any, name: str):
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': name}
 
@@ -190,6 +195,8 @@ def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:
     for path, pool in lifted:
         _take(model, path, pool)
     change(model, guard=False)
+    if not _converted(model):
+        _unname(model)
     return lifted
 
 
@@ -198,6 +205,7 @@ def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
         replaced = _replaced(pool)
         assert replaced is not None
         _place(model, replaced.pool._replace(path=path), pool)
+    name_for_timm(model)
 
 
 def refuse_wrapped(model: nn.Module):
