@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         '--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one'
     )
-    command.add_argument('--limit', type=int, default=16, help='draw only so many images of each folder')
+    command.add_argument('--limit', type=int, default=16, help='draw only so many of each folder, of every class')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
 

@@ -321,7 +321,13 @@ def model_card(
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     data = ModelCardData(license=license, library_name='rotp_vision', tags=['image-classification', 'rotp_vision'])
     network = base.rpartition(':')[2]
-    line = f"model = rotp_vision.load_pretrained('{place}'{f', base={network}' if _is_own(base) else ''})"
+    code = ['import rotp_vision', '', f"model = rotp_vision.load_pretrained('{place}')"]
+    if _is_own(base):
+        code[-1] = f"model = rotp_vision.load_pretrained('{place}', base={network})  # {base}"
+    else:
+        source = place if place.startswith(HUB) else f'local-dir:{place}'
+        code[0] = 'import timm, rotp_vision'
+        code += [f"model = timm.create_model('{source}', pretrained=True)  # the same"]
     lines = ['---', data.to_yaml(), '---', '', f'# {network} with ROT pooling', '']
     lines += [
         f'The network `{base}` with regularized optimal transport pooling. It needs the package rotp_vision: without',
@@ -332,9 +338,7 @@ def model_card(
         '```',
         '',
         '```python',
-        'import rotp_vision',
-        '',
-        line,
+        *code,
         '```',
         '',
         '## Pooling',

@@ -30,7 +30,7 @@ class PoolOptions:
     """Options of an ROTP layer. The defaults are the recommended pooling, for layers, models and conversion alike.
 
     `PoolOptions.paper()` is the published layer. A weight is given by its positive initial value; None leaves that to
-    `start`. The objective is in the README, under "What it solves".
+    `start`. The objective is in docs/options.md.
 
     Attributes:
         solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).

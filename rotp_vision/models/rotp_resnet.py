@@ -32,6 +32,8 @@ class ROTPResNet(ResNet):
         ('ROTPResNet', 'log')
     """
 
+    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012 - TorchScript, which would compile it, wants a list
+
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
         options = pool_options(rotp)
         super().__init__(*args, global_pool='avg' if global_pool == 'rotp' else global_pool, **kwargs)

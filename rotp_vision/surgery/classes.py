@@ -75,6 +75,8 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
         body['train'] = _train_unfrozen
     if changes.architecture:
         body['_model_args'] = property(_converted_arguments, _record_arguments)
+        # TorchScript would compile it.
+        body['__jit_unused_properties__'] = [*getattr(native, '__jit_unused_properties__', ()), '_model_args']
     return type(native.__name__, (native,), body)
 
 
