@@ -75,6 +75,8 @@ def convert(
     finally:
         if not whole:  # because of any error, KeyboardInterrupt included
             _take_all(model, {path: pool for path, pool in _converted(model).items() if id(pool) not in earlier})
+            if not earlier:
+                _unname(model)
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
@@ -174,8 +176,8 @@ def name_for_timm(model: nn.Module):
     """Let timm's `save_for_hf` and `push_to_hf_hub` write what builds the converted model, if it is one of timm's."""
     architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     if architecture not in (None, CONVERTED):
+        change(model, architecture=architecture)  # first, so that what is half done can be undone
         _set_architecture(model, CONVERTED)
-        change(model, architecture=architecture)
 
 
 def _unname(model: nn.Module):
