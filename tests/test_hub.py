@@ -81,7 +81,8 @@ def test_what_would_come_back_as_another_network_is_said(tmp_path, make):
         lambda: convert(timm.create_model('test_vit', global_pool='avg', img_size=96, num_classes=3)),
         lambda: convert(timm.create_model('test_resnet', stem_width=32, in_chans=1, num_classes=3), where='all'),
         lambda: timm.create_model('resnet18_rotp_local', output_stride=8, rotp=PoolOptions('sinkhorn'), num_classes=3),
-        lambda: load_pretrained(rotp_vision.save_pretrained(converted(), 'once')),
+        lambda: load_pretrained(save_pretrained(converted('test_resnet', stem_width=32), 'once')),
+        lambda: convert(rotp_vision.revert(load_pretrained(save_pretrained(converted(in_chans=1), 'once')))),
         lambda: calibrated(converted()),
     ],
 )

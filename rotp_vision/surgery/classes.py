@@ -161,4 +161,5 @@ def _record_arguments(self: nn.Module, arguments: Mapping[str, Any]):
     own = {'base', 'base_args', 'pools', 'folded'} | (
         {'global_pool'} if arguments.get('global_pool') == 'rotp' else set()
     )
-    vars(self)['_model_args'] = {name: value for name, value in arguments.items() if name not in own}
+    native = {name: value for name, value in arguments.items() if name not in own}
+    vars(self)['_model_args'] = vars(self).get('_model_args', {}) | native
