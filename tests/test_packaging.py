@@ -1,5 +1,6 @@
 """What is installed: the wheel, what it needs, and what it imports."""
 
+import os
 import re
 import subprocess
 import sys
@@ -113,3 +114,20 @@ def test_the_wheel_holds_what_it_should(wheel):
     configs = {str(path.relative_to(ROOT)) for path in (ROOT / 'configs').rglob('*.yaml')}
     assert package == sources | configs | {'py.typed', 'train_imagenet.py'}
     assert wheel.name == f'rotp_vision-{rotp_vision.__version__}-py3-none-any.whl'
+
+
+def test_the_wheel_trains_in_an_empty_directory(wheel, tmp_path):
+    target, empty = tmp_path / 'target', tmp_path / 'empty'
+    empty.mkdir()
+    install = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-deps', '--no-index', '--target', target, wheel]
+    subprocess.run(install, check=True)
+    assert (target / 'bin' / 'rotp-vision').is_file()
+    environment = os.environ | {'PYTHONPATH': str(target)}
+    code = (
+        'import sys, rotp_vision.cli\n'
+        'assert rotp_vision.__file__.startswith(sys.argv[1]), rotp_vision.__file__\n'
+        "assert rotp_vision.cli.main(['train', '--config', 'demo', '--dry-run']) == 0\n"
+    )
+    shown = python(code, str(target), cwd=empty, env=environment)
+    assert 'Stage 1' in shown
+    assert not list(empty.iterdir())
