@@ -95,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument('--label', default='label', metavar='COLUMN', help='classes in a parquet file')
     command.add_argument('--image-size', type=int, help='side of the images, if not the default')
+    command.add_argument(
+        '--train', action='store_true', help='then train pooling and classifier together, if that helps'
+    )
     command.add_argument('--folds', type=int, default=5, help='of the cross-validation')
     command.add_argument(
         '--output', required=True, help='directory to write (model.safetensors, config.json, probe.md)'
@@ -243,6 +246,7 @@ def _probe(args: argparse.Namespace):
         label=args.label,
         image_size=args.image_size,
         num_folds=args.folds,
+        train=args.train,
         cache=args.cache,
         base=base,
         model_args=arguments,

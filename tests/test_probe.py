@@ -19,8 +19,11 @@ from rotp_vision import fit_probe
 from rotp_vision.cli import main
 from rotp_vision.evaluation import ImageFiles
 from rotp_vision.layers import ROTSetPool
-from rotp_vision.probing.fit import balanced_accuracy, balanced_difference
-from rotp_vision.probing.ridge import RidgeFolds, assign_folds, class_weights
+from rotp_vision.probing import joint
+from rotp_vision.probing.fit import balanced_difference, balanced_mean
+from rotp_vision.probing.joint import train_jointly
+from rotp_vision.probing.poolings import Pooling, all_poolings
+from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
 
 
 def grouped(num_classes=4, groups_of_class=5, frames=6):
@@ -120,7 +123,7 @@ def test_the_standard_error_is_that_over_groups():
     assert float(said) == pytest.approx(float(spread), rel=0.1)
     ours = torch.randint(2, (len(targets),), generator=generator).float()
     difference, _ = balanced_difference(ours, 1 - ours, targets, groups)
-    assert difference == pytest.approx(balanced_accuracy(ours, targets) - balanced_accuracy(1 - ours, targets))
+    assert difference == pytest.approx(balanced_mean(ours, targets) - balanced_mean(1 - ours, targets))
 
 
 # The choice
@@ -134,7 +137,7 @@ def test_small_objects_are_found():
     assert result.chosen is ours
     assert ours.score > average.score + 0.1
     others = spotted(targets, seed=1)
-    assert balanced_accuracy((result.predict(others) == targets).float(), targets) > average.score + 0.1
+    assert balanced_mean((result.predict(others) == targets).float(), targets) > average.score + 0.1
     assert 'ROTP (chosen)' in str(result)
     assert '120 images in 20 groups, 4 classes, 5 folds' in str(result)
 
@@ -164,7 +167,6 @@ def test_groups_matter():
 def test_parameters_are_chosen_without_the_fold_they_are_judged_on(monkeypatch):
     """Of many poolings that guess, the best by luck must not score above chance."""
     from rotp_vision.probing import fit
-    from rotp_vision.probing.poolings import Pooling, all_poolings
 
     def guess(seed):
         noise = torch.randn(400, 12, generator=torch.Generator().manual_seed(seed))
@@ -231,6 +233,41 @@ def test_what_cannot_be_probed_is_refused(change, message):
         fit_probe(**given, class_names=['ant', 'bee', 'cat', 'dog'] if 'are in one' in message else None)
 
 
+# Training
+
+
+def test_pooling_and_classifier_are_trained_together():
+    targets, groups = grouped()
+    maps = spotted(targets)
+    result = fit_probe(maps, targets, groups)
+    trained = train_jointly(result, maps, targets, groups)
+    row = trained.rows[-1]
+    assert [row.name for row in trained.rows] == [*(row.name for row in result.rows), 'ROTP, trained']
+    assert row.score > result.rows[0].score  # of average pooling
+    start, end = (row.pooling.pool.named_weights()['smoothness'] for row in (result.rows[-1], row))
+    assert abs(float(end / start) - 1) > 0.02
+    assert not torch.is_grad_enabled() or not trained.logits(maps).requires_grad
+
+
+@pytest.mark.parametrize('helps', [True, False])
+def test_what_was_trained_is_kept_only_if_it_helps(helps, monkeypatch):
+    targets, groups = grouped()
+    maps = spotted(targets, strength=2.0)
+    maps[:, 11, 0, 0] = 0.001 * targets  # so that the pretended pooling, and no other, tells the class
+    result = fit_probe(maps, targets, groups)
+
+    def pretended(start, maps, targets, num_classes, neck, bar):
+        pooling = Pooling('ROTP, trained', '', lambda sets: 1000 * sets[:, 11, :1])
+        classes = torch.arange(float(num_classes))
+        return pooling, Linear(2 * classes[:, None] * helps, -classes.square())  # the nearest class
+
+    monkeypatch.setattr(joint, '_train', pretended)
+    trained = joint.train_jointly(result, maps, targets, groups)
+    assert trained.rows[-1].score == pytest.approx(1.0 if helps else 0.25)
+    assert trained.chosen is (trained.rows[-1] if helps else result.chosen)
+    assert trained.classifier is (result.classifier if not helps else trained.classifier)
+
+
 # Networks and images
 
 CLASSES = ['ant', 'bee', 'cat']
@@ -270,7 +307,8 @@ def run(place, *changes):
     given = {'--model': 'test_resnet', '--checkpoint': place / 'weights.safetensors', '--num-classes': 7}
     given |= {'--data': place / 'images', '--folds': 3, '--workers': 0, '--device': 'cpu'}
     given |= dict(zip(changes[::2], changes[1::2], strict=True))
-    return main(['probe', *(str(part) for pair in given.items() if pair[1] is not None for part in pair)])
+    train = ['--train'] if given.pop('--train', False) else []
+    return main(['probe', *train, *(str(part) for pair in given.items() if pair[1] is not None for part in pair)])
 
 
 def network(name):
@@ -328,7 +366,8 @@ def test_what_is_written_loads_and_is_taken_by_the_other_commands(place, tmp_pat
     assert any(name in (tmp_path / 'drawn' / 'index.html').read_text() for name in CLASSES)
     # It can be probed again, for other classes or with other images.
     again = ['--model', output, '--checkpoint', None, '--num-classes', None]
-    assert run(place, *again, '--output', tmp_path / 'again') == 0
+    assert run(place, *again, '--output', tmp_path / 'again', '--train', True) == 0
+    assert '| ROTP, trained' in (tmp_path / 'again' / 'probe.md').read_text()
     torch.testing.assert_close(
         rotp_vision.load_pretrained(tmp_path / 'again').state_dict()['conv1.0.weight'],
         model.state_dict()['conv1.0.weight'],
@@ -428,7 +467,7 @@ def test_unreadable_images_are_named(place, tmp_path, capsys):
         (['--group-by', 'video'], "can be grouped by 'folder' alone"),
         (['--data', '{place}/images.parquet', '--group-by', 'film'], r'group-by must be .*kind, video.* got .film'),
         (['--data', '{place}/images.parquet', '--label', 'sort'], r'label must be .*label, kind, video.* got .sort'),
-        (['--data', '{place}/images.parquet', '--group-by', 'kind', '--folds', 3], 'of ant, bee, cat are in one'),
+        (['--data', '{place}/images.parquet', '--label', 'kind', '--group-by', 'kind'], 'of ant, bee, cat are in one'),
         (['--folds', 40], '40 folds need at least as many images, got 36'),
         (['--output', '{place}/images'], 'exists'),
         (['--output', '{place}/weights.safetensors/probed'], 'cannot write'),

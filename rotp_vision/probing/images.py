@@ -72,7 +72,9 @@ def _open_table(path: Path, table: Any, label: str, group_by: str | None) -> Lab
             where = 'there must be a column' if name == 'image' else f'{name} must be'
             raise ValueError(f'{where} of {path.name} ({columns}), got {column!r}')
     if table.features[label].dtype == 'string':
-        table = table.class_encode_column(label)
+        names, numbers = np.unique(np.asarray(table[label]), return_inverse=True)
+        feature = datasets.ClassLabel(names=names.tolist())
+        table = table.remove_columns(label).add_column(label, numbers.tolist(), feature=feature)
     table = table.cast_column('image', datasets.Image(decode=False))
     source = HubSource(table, DataConfig(path=str(path), label_key=label), path.name)
     found, targets = np.unique(np.asarray(table[label]), return_inverse=True)

@@ -16,7 +16,9 @@ from torch import nn
 from rotp_vision.extras import of_extra
 from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.hub import save_pretrained
+from rotp_vision.layers import ROTPool
 from rotp_vision.probing.fit import Neck, ProbeResult, checked_groups, fit_probe
+from rotp_vision.probing.joint import train_jointly
 from rotp_vision.surgery import convert, rot_pools
 from rotp_vision.surgery.fold import is_linear
 from rotp_vision.surgery.freeze import classifiers
@@ -32,6 +34,7 @@ def probe(
     label: str = 'label',
     image_size: int | None = None,
     num_folds: int = 5,
+    train: bool = False,
     cache: str | Path | None = None,
     base: str | None = None,
     model_args: Mapping[str, Any] | None = None,
@@ -54,6 +57,7 @@ def probe(
         label: column of the labels in a parquet file, class numbers or names.
         image_size: side of the images, if not that of the network's data config.
         num_folds: of the cross-validation.
+        train: whether to train pooling and classifier together too, see `train_jointly`.
         cache: directory of the maps, which are kept; by default they are beside the output until the end.
         base: see `save_pretrained`.
         model_args: see `save_pretrained`.
@@ -113,6 +117,9 @@ def probe(
             class_names=images.classes,
             progress=progress,
         )
+        if train:
+            with torch.enable_grad():
+                result = train_jointly(result, maps, images.targets, images.groups, progress=progress)
     _install(model, pool, result)
     if target is not None:
         save_pretrained(model, target, base=base, model_args=model_args, force=force)
@@ -171,8 +178,8 @@ def _install(model: nn.Module, pool: GlobalPool, result: ProbeResult) -> None:
     pooling = result.chosen.pooling
     assert pooling.options is not None
     pool.set_options(pooling.options)
-    if pooling.norm_power:
-        pool.set_weights(norm_power=pooling.norm_power)
+    if isinstance(pooling.pool, ROTPool):
+        pool.set_weights(**pooling.pool.named_weights())
     num_classes = len(result.classifier.bias)
     reset: Any = getattr(model, 'reset_classifier', None)
     if reset is not None:

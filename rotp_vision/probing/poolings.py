@@ -10,8 +10,8 @@ from torch import Tensor
 from rotp_vision.layers import PoolOptions, ROTPool
 
 OURS = 'ROTP'
-_TEMPERATURES = (8.0, 4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
-_NORM_POWERS = (0.0, 1.0, 2.0, 4.0)
+_TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
+_NORM_POWERS = (0.0, 1.0, 2.0)
 _GEM_POWERS = (2.0, 3.0, 5.0, 8.0)
 _PENALTY = 3.0  # α3 over the temperature
 _AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
@@ -25,14 +25,12 @@ class Pooling(NamedTuple):
         setting: these parameters in words.
         pool: from sets (B, D, N) to features (B, D), as a function or a ROT pool.
         options: those of the ROT pool that does the same, to be put into a network; None for a peer.
-        norm_power: β of that pool's prior.
     """
 
     family: str
     setting: str
     pool: Callable[[Tensor], Tensor] | ROTPool
     options: PoolOptions | None = None
-    norm_power: float = 0.0
 
     def __call__(self, sets: Tensor) -> Tensor:
         """(B, D) features of `sets` (B, D, N)."""
@@ -64,7 +62,7 @@ def _rot(family: str, setting: str, options: PoolOptions, norm_power: float = 0.
     pool = ROTPool(options).requires_grad_(False)
     if norm_power:
         pool.set_weights(norm_power=norm_power)
-    return Pooling(family, setting, pool, options, norm_power)
+    return Pooling(family, setting, pool, options)
 
 
 def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
