@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from rotp_vision.probing.poolings import Pooling, all_poolings
+from rotp_vision.probing.poolings import OURS, Pooling, all_poolings
 from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
 
 Neck = Callable[[Tensor], Tensor]
@@ -27,7 +27,8 @@ class ProbeRow:
     """One kind of pooling as judged.
 
     Attributes:
-        name: 'average', 'max', 'average + max', 'GeM', 'softmax' or 'ROTP'.
+        name: 'average', 'max', 'average + max', 'GeM', 'softmax', 'Sinkhorn' or, for whatever a ROT pool can be (the
+            last two and max), 'ROTP'.
         pooling: with the parameters that were chosen on all images.
         score: balanced accuracy, the mean over the classes of the share of right predictions. Each image is judged by
             a classifier, and with parameters, that were found without its fold.
@@ -44,10 +45,19 @@ class ProbeRow:
     error_difference: tuple[float, float]
 
     @property
+    def setting(self) -> str:
+        """The parameters in words."""
+        return (
+            self.pooling.setting
+            if self.pooling.family == self.name
+            else f'{self.pooling.family} {self.pooling.setting}'
+        )
+
+    @property
     def beats_average(self) -> bool:
         """Whether it does by a standard error: of the score, or of the squared error at no lower score."""
         (more, spread), (worse, spread_of_error) = self.difference, self.error_difference
-        return more > spread or (worse < -spread_of_error and more >= 0)
+        return more > spread or (worse < -spread_of_error and more > -1e-9)  # equal scores differ by rounding
 
     def shown_difference(self) -> str:
         return '{:+.1f} ± {:.1f}'.format(*(100 * value for value in self.difference))
@@ -59,7 +69,8 @@ class ProbeResult:
 
     Attributes:
         rows: every kind of pooling, average first, ours last.
-        chosen: the row of ROTP if it beats average pooling, otherwise that of average pooling.
+        chosen: the row of ROTP, the best that can be written as a ROT pool, if it beats average pooling; otherwise
+            that of average pooling.
         classifier: of the chosen pooling's features, fitted on all images, standardization folded in.
         num_images: how many images were used.
         num_groups: in how many groups they are.
@@ -87,7 +98,7 @@ class ProbeResult:
         average, ours = self.rows[0], self.chosen
         if ours is average:
             return 'average pooling is chosen: ROTP does not beat it by a standard error'
-        text = f'{ours.name} is chosen ({ours.pooling.setting}): {ours.shown_difference()} points over average pooling'
+        text = f'{ours.name} is chosen ({ours.setting}): {ours.shown_difference()} points over average pooling'
         better = [f'{row.name} ({100 * row.score:.1f})' for row in self.rows if row.score > ours.score]
         return text + (f'; with a higher score: {", ".join(better)}' if better else '')
 
@@ -97,7 +108,7 @@ class ProbeResult:
         lines.append('| --- ' * 6 + '|')
         for row in self.rows:
             name = row.name + (' (chosen)' if row is self.chosen else '')
-            cells = [name, row.pooling.setting, f'{100 * row.score:.1f}', row.shown_difference()]
+            cells = [name, row.setting, f'{100 * row.score:.1f}', row.shown_difference()]
             cells += [f'{row.error:.4f}', '{:+.4f} ± {:.4f}'.format(*row.error_difference)]
             if row is self.rows[0]:
                 cells[3] = cells[5] = ''
@@ -130,12 +141,13 @@ def fit_probe(
 ) -> ProbeResult:
     """Choose a pooling for a new classifier of a frozen network's maps, and fit that classifier.
 
-    Each pooling of a list (average, max, their mean, GeM, softmax, ROTP over temperature and norm prior) gets a ridge
-    classifier on its standardized features, in closed form, in which every class weighs the same. The score is
+    Each pooling of a list (average, max, their mean, GeM, softmax, Sinkhorn over temperature and norm prior) gets a
+    ridge classifier on its standardized features, in closed form, in which every class weighs the same. The score is
     balanced accuracy by cross-validation over the groups. The parameters of a pooling are those of the least squared
     error, which depends less on single images than accuracy does. For its score they are chosen on the other folds, by
-    classifiers that have not seen the fold that is judged either: the folds are left out in pairs. ROTP is chosen if it
-    beats average pooling by a standard error of the score, or of the squared error at no lower score.
+    classifiers that have not seen the fold that is judged either: the folds are left out in pairs. ROTP, the best of
+    what a ROT pool can be, is chosen if it beats average pooling by a standard error of the score, or of the squared
+    error at no lower score.
 
     Args:
         maps: (n, C, H, W) maps or (n, N, C) tokens as the network's pool sees them, in any floating dtype.
@@ -153,7 +165,7 @@ def fit_probe(
         >>> maps[:, :, 1, 2] += 3 * torch.eye(8)[targets]  # the class shows at one place
         >>> result = rotp_vision.fit_probe(maps, targets)
         >>> [row.name for row in result.rows]
-        ['average', 'max', 'average + max', 'GeM', 'softmax', 'ROTP']
+        ['average', 'max', 'average + max', 'GeM', 'softmax', 'Sinkhorn', 'ROTP']
         >>> result.predict(maps[:3])
         tensor([0, 1, 2])
     """
@@ -172,12 +184,15 @@ def fit_probe(
         features = pooled_features(maps, pooling, neck)
         judged.append(_judge(RidgeFolds(features, targets, folds, num_classes), targets))
     trials = _Trials(judged, targets, folds)
-    families = dict.fromkeys(pooling.family for pooling in poolings)
+    places = {
+        name: [k for k, one in enumerate(poolings) if one.family == name] for name in (p.family for p in poolings)
+    }
+    places[OURS] = [k for k, pooling in enumerate(poolings) if k and pooling.options is not None]
     average = trials.judged_as_chosen([0])
     rows = []
-    for name in families:
-        mine = [place for place, pooling in enumerate(poolings) if pooling.family == name]
-        rows.append(make_row(poolings[trials.choice(mine)], trials.judged_as_chosen(mine), average, targets, groups))
+    for name, mine in places.items():
+        judged_as_chosen, best = trials.judged_as_chosen(mine), poolings[trials.choice(mine)]
+        rows.append(make_row(name, best, judged_as_chosen, average, targets, groups))
     chosen = rows[-1] if rows[-1].beats_average else rows[0]
     features = pooled_features(maps, chosen.pooling, neck)
     classifier = RidgeFolds(features, targets, torch.zeros_like(folds), num_classes).classifier()
@@ -261,11 +276,11 @@ class Judged(NamedTuple):
         return cls((logits.argmax(1) == targets).float(), (logits - wanted).square().sum(1))
 
 
-def make_row(pooling: Pooling, judged: Judged, average: Judged, targets: Tensor, groups: Tensor) -> ProbeRow:
+def make_row(name: str, pooling: Pooling, judged: Judged, average: Judged, targets: Tensor, groups: Tensor) -> ProbeRow:
     """The row of a pooling, judged on the same images as average pooling."""
     score, error = (balanced_mean(values, targets) for values in judged)
     differences = [balanced_difference(*values, targets, groups) for values in zip(judged, average, strict=True)]
-    return ProbeRow(pooling.family, pooling, score, differences[0], error, differences[1])
+    return ProbeRow(name, pooling, score, differences[0], error, differences[1])
 
 
 def _judge(ridge: RidgeFolds, targets: Tensor) -> Judged:

@@ -57,7 +57,7 @@ def train_jointly(
                 for values, new in zip(record, Judged.of(some, targets[judged]), strict=True):
                     values[judged] = new
         pooling, classifier = _train(start, maps, targets, num_classes, result.neck, bar)
-    row = make_row(pooling, trained, average, targets, groups)
+    row = make_row(pooling.family, pooling, trained, average, targets, groups)
     result = replace(result, rows=(*result.rows, row))
     difference, error = balanced_difference(trained.right, before.right, targets, groups)
     return replace(result, chosen=row, classifier=classifier) if difference > error else result
@@ -105,9 +105,7 @@ def _train(
             schedule.step()
         bar.update()
     pool.requires_grad_(False)
-    learned = {name: float(value.mean()) for name, value in pool.named_weights().items()}
-    setting = f'temperature {learned["smoothness"]:.3g}'
-    setting += f', norm power {learned["norm_power"]:.2g}' if 'norm_power' in learned else ''
+    setting = ', '.join(f'{name} {float(value.mean()):.3g}' for name, value in pool.named_weights().items())
     pooling = Pooling('ROTP, trained', setting, pool, start.options)
     x = pooled_features(maps, pooling, neck)
     weight = layer.weight.detach() / (x.var(0, correction=0) + _EPSILON).sqrt()

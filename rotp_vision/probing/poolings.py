@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rotp_vision.layers import PoolOptions, ROTPool
 
+# Whatever a ROT pool can be: Sinkhorn with a temperature and a norm prior, and softmax and max pooling.
 OURS = 'ROTP'
 _TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
 _NORM_POWERS = (0.0, 1.0, 2.0)
@@ -18,7 +19,7 @@ _AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
 
 
 class Pooling(NamedTuple):
-    """A pooling with nothing to learn.
+    """A pooling with its parameters.
 
     Attributes:
         family: what kind it is; poolings of one family differ in parameters.
@@ -46,10 +47,6 @@ def _mean(sets: Tensor) -> Tensor:
     return sets.mean(2)
 
 
-def _max(sets: Tensor) -> Tensor:
-    return sets.amax(2)
-
-
 def _mean_max(sets: Tensor) -> Tensor:
     return (sets.mean(2) + sets.amax(2)) / 2
 
@@ -74,17 +71,17 @@ def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
         gain='off',
     )
     setting = f'temperature {temperature:g}' + (f', norm power {norm_power:g}' if norm_power else '')
-    return _rot(OURS, setting, options, norm_power)
+    return _rot('Sinkhorn', setting, options, norm_power)
 
 
 AVERAGE = Pooling('average', '', _mean, softmax_options(_AS_MEAN))
 
 
 def all_poolings() -> list[Pooling]:
-    """Average first, then the peers, then ours."""
+    """Average first."""
     return [
         AVERAGE,
-        Pooling('max', '', _max),
+        _rot('max', '', PoolOptions('badmm-e', num_modules=1, start='max', gain='off')),
         Pooling('average + max', '', _mean_max),
         *(Pooling('GeM', f'p = {power:g}', partial(_gem, power=power)) for power in _GEM_POWERS),
         *(_rot('softmax', f'temperature {t:g}', softmax_options(t)) for t in _TEMPERATURES),
