@@ -11,8 +11,10 @@ from rotp_vision.core import Windows, rot_pool_windows
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 
-# Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
-CHUNK_VALUES = 2**21
+# Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it. On CPU a chunk
+# should stay in the cache; elsewhere launches count, and the limit only bounds memory.
+CHUNK_VALUES = {'cpu': 2**21}
+CHUNK_VALUES_ELSEWHERE = 2**27
 
 
 class LocalROTPool2d(ROTPool):
@@ -81,9 +83,8 @@ class LocalROTPool2d(ROTPool):
         pooled: Tensor | None = None
         if self.prior is None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
-            if pooled is not None and self.gain is not None:
-                pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
+            weights, gain = self.weights.with_gain(self.gain, self.solver)
+            pooled = rot_pool_windows(x, weights, self.solver, windows, self.view, gain)
             if pooled is not None and not self.count_include_pad:
                 return pooled
         padded = F.pad(x, [left, right, top, bottom])
@@ -111,12 +112,13 @@ class LocalROTPool2d(ROTPool):
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, inside, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
-        step = max(1, CHUNK_VALUES // max(1, size))
-        if step >= rows:
-            return self._pool_rows(padded, inside, 0, rows, columns)
-        pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows
-        chunks = [pool_rows(padded, inside, i, min(i + step, rows), columns) for i in range(0, rows, step)]
-        return torch.cat(chunks, 2)
+        limit = CHUNK_VALUES.get(padded.device.type, CHUNK_VALUES_ELSEWHERE)
+        step = max(1, limit // max(1, size))
+        chunks: list[Tensor] = []
+        for first in range(0, rows, step):
+            pooled, padded = self._pool_chunk(padded, inside, first, min(first + step, rows), columns, step < rows)
+            chunks.append(pooled)
+        return torch.cat(chunks, 2) if len(chunks) > 1 else chunks[0]
 
     def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
@@ -124,20 +126,27 @@ class LocalROTPool2d(ROTPool):
         pooled = self._pool(self._problem(sets, mask, None))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
-    def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
-        """`_pool_rows` that saves no windows for its backward pass, which copies them out of the map again."""
+    def _pool_chunk(
+        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int, one_of_many: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`_pool_rows`, and the map for the next chunk, see `_CutWindows`.
+
+        Of many chunks none saves its windows for its backward pass, which copies them out of the map again.
+        """
+        if not torch.is_grad_enabled():
+            return self._pool_rows(padded, inside, first, last, columns), padded
         made: dict[str, Tensor] = {}
         source = padded.detach()
 
-        def make(windows_of: Tensor):
-            made['sets'], mask = self._windows(windows_of, inside, first, last, columns)
-            problem = self._problem(made['sets'], mask, None)
-            made['features'] = problem.features  # another tensor where there is a mask
+        def make(sets: Tensor, mask: Tensor | None):
+            problem = self._problem(sets, mask, None)
+            # Another tensor where there is a mask.
+            made.update(sets=sets, features=problem.features)
             return problem
 
         def pack(tensor: Tensor) -> Tensor | str:
             for name, known in made.items():
-                if tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
+                if one_of_many and tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
                     return name
             return tensor
 
@@ -146,34 +155,41 @@ class LocalROTPool2d(ROTPool):
                 return packed
             if not made:
                 with torch.no_grad():
-                    make(source)
+                    make(*self._windows(source, inside, first, last, columns))
             return made[packed]
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            pooled = self._pool(make(padded))
+            windows, padded = _CutWindows.apply(padded, self._taps_of(first, last, columns))  # pyright: ignore
+            pooled = self._pool(make(windows.flatten(0, 2).mT, self._mask(padded, inside, first, last)))
         made.clear()
-        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2), padded
 
     def _windows(
         self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int
     ) -> tuple[Tensor, Tensor | None]:
         """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
+        taps: list[Tensor] = []
+        for y, y_end, y_step, x, x_end, x_step in self._taps_of(first, last, columns):
+            taps.append(padded[:, :, y:y_end:y_step, x:x_end:x_step].permute(0, 2, 3, 1))
+        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
+        return windows.flatten(0, 2).mT, self._mask(padded, inside, first, last)
+
+    def _mask(self, padded: Tensor, inside: Tensor | None, first: int, last: int) -> Tensor | None:
+        if inside is None:
+            return None
+        return inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
+
+    def _taps_of(self, first: int, last: int, columns: int) -> list[tuple[int, int, int, int, int, int]]:
+        """Where in the padded map the taps of the windows of some rows lie, as two slices each."""
         (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
         stride_h, stride_w = self.stride
-        # Only the rows of the chunk, so that the gradient of each tap is no larger than the chunk.
-        begin, end = first * stride_h, (last - 1) * stride_h + dilation_h * (kernel_h - 1) + 1
-        part = padded[:, :, begin:end].permute(0, 2, 3, 1)
         reach_h, reach_w = (last - first - 1) * stride_h + 1, (columns - 1) * stride_w + 1
-        taps: list[Tensor] = []
+        taps: list[tuple[int, int, int, int, int, int]] = []
         for i in range(kernel_h):
             for j in range(kernel_w):
-                y, x = i * dilation_h, j * dilation_w
-                taps.append(part[:, y : y + reach_h : stride_h, x : x + reach_w : stride_w])
-        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
-        mask: Tensor | None = None
-        if inside is not None:
-            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
-        return windows.flatten(0, 2).mT, mask
+                y, x = first * stride_h + i * dilation_h, j * dilation_w
+                taps.append((y, y + reach_h, stride_h, x, x + reach_w, stride_w))
+        return taps
 
     def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
         """Number of windows along an axis, as in torch's pooling, and the padding before and after."""
@@ -217,6 +233,37 @@ class LocalROTPool2d(ROTPool):
         shape |= {'same': True} if self.same else {}
         shape |= {'count_include_pad': True} if self.count_include_pad else {}
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
+
+
+class _CutWindows(torch.autograd.Function):
+    """Windows (B, h, W', k², C) cut out of a padded map, and the map once more, for the next to cut theirs out of.
+
+    As the map goes from one to the next, backward comes from the last to the first, and each adds its part of the one
+    gradient in place: no chunk makes a gradient as large as the map.
+    """
+
+    @staticmethod
+    def forward(ctx, padded: Tensor, taps: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        ctx.taps, ctx.shape = taps, padded.shape
+        ctx.channels_last = padded.stride(1) == 1
+        ctx.set_materialize_grads(False)
+        parts = [padded[:, :, y:y_end:y_step, x:x_end:x_step] for y, y_end, y_step, x, x_end, x_step in taps]
+        return torch.stack([part.permute(0, 2, 3, 1) for part in parts], 3), padded.view_as(padded)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, d_windows: Tensor | None, d_padded: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        if d_windows is None:
+            return d_padded, None
+        if d_padded is None:
+            layout = torch.channels_last if ctx.channels_last else torch.contiguous_format
+            d_padded = torch.empty(ctx.shape, dtype=d_windows.dtype, device=d_windows.device, memory_format=layout)
+            d_padded.zero_()
+        for tap, (y, y_end, y_step, x, x_end, x_step) in enumerate(ctx.taps):
+            # As a method: the operator would copy the result onto itself.
+            d_padded[:, :, y:y_end:y_step, x:x_end:x_step].add_(d_windows[:, :, :, tap].permute(0, 3, 1, 2))
+        return d_padded, None
 
 
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import VIEW_FLOOR, StepWeights
+from rotp_vision.core import VIEW_FLOOR, Solver, StepWeights, positive_weights
 from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
@@ -94,6 +94,16 @@ class ModuleWeights(nn.Module):
             step,
             None if self.proximal is None else self.proximal().expand(self.num_modules),
         )
+
+    def with_gain(self, gain: PositiveWeight | None, solver: Solver) -> tuple[StepWeights, Tensor | None]:
+        """The weights, and that of `gain`, all made at once by the solver's backend."""
+        given = {name: weight for name, weight in self.named_children() if isinstance(weight, PositiveWeight)}
+        every = [*given.values()] if gain is None else [*given.values(), gain]
+        values = positive_weights([weight.beta for weight in every], [weight.start for weight in every], solver)
+        weights = {name: value.expand(self.num_modules) for name, value in zip(given, values, strict=False)}
+        if 'smoothness' not in weights:
+            weights['smoothness'] = weights['step']  # every solver reads one of the two
+        return StepWeights(**weights), None if gain is None else values[-1]
 
 
 class AttentionPrior(nn.Module):

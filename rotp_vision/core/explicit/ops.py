@@ -210,8 +210,11 @@ def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs:
     def setup_context(ctx, inputs, output) -> None:
         tensors, ctx.options = inputs[:num_inputs], inputs[num_inputs:]
         ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
+        ctx.set_materialize_grads(False)  # vectors for backward have no gradients, and need no zeros in their place
 
     def autograd_backward(ctx, grad, *_):
+        if grad is None:
+            return (None,) * (num_inputs + len(ctx.options))
         needs = list(ctx.needs_input_grad[:num_inputs])
         gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
         wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]

@@ -10,7 +10,7 @@ from torch import Tensor
 # Elements of one plan-sized buffer. On CPU, and there for each thread, a chunk's handful of buffers should stay in the
 # cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
-CHUNK_ELEMENTS_ELSEWHERE = 2**23
+CHUNK_ELEMENTS_ELSEWHERE = 2**25
 WIDE = 256  # so many features are worth being transposed set by set
 
 
