@@ -124,7 +124,7 @@ def judge(maps: Tensor, targets: Tensor, groups: Tensor, labels: int) -> tuple[d
             predictions[row.name] = classifier(pooled_features(maps[others], row.pooling, None)).argmax(1)
         for name, predicted in predictions.items():
             right.setdefault(name, torch.empty(len(targets)))[others] = (predicted == targets[others]).float()
-        chosen.append(f'{result.chosen.name} {result.chosen.pooling.setting}'.strip())
+        chosen.append(f'{result.chosen.name} {result.chosen.setting}'.strip())
     return right, chosen
 
 
