@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         pool_options,
     )
     from rotp_vision.models import ROTPResNet
-    from rotp_vision.probing import ProbeResult, fit_probe
+    from rotp_vision.probing import ProbeResult, fit_probe, probe
     from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.2.0'
@@ -51,6 +51,7 @@ __all__ = [
     'freeze',
     'load_pretrained',
     'pool_options',
+    'probe',
     'push_to_hub',
     'read_state_dict',
     'revert',
