@@ -28,7 +28,7 @@ from torch import nn
 from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import convert, revert, rot_pools
+from rotp_vision.surgery import Views, convert, revert, rot_pools, views
 from rotp_vision.surgery.classes import CONVERTED, changes_of, recorded_arguments
 from rotp_vision.surgery.convert import name_for_timm, recipe
 from rotp_vision.surgery.find import image_channels
@@ -189,7 +189,7 @@ def save_pretrained(
     build it, without weights, and a warning names a layer that differs (stride, dropout, …); pass `model_args` then.
 
     Args:
-        model: a converted model, a `ROTPResNet`, or your own network with ROT pools.
+        model: a converted model, a `ROTPResNet`, either with `views`, or your own network with ROT pools.
         directory: the directory to write; it must not exist unless `force`.
         base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'; or what builds your
             own network, with its pools or without them. By default the architecture of a timm model.
@@ -212,27 +212,32 @@ def save_pretrained(
     target = Path(directory)
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
-    if not rot_pools(model):
+    inner = model.model if isinstance(model, Views) else model
+    if not rot_pools(inner):
         raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {})
-    base = base or changes_of(model).architecture or cfg.get('architecture')
+    base = base or changes_of(inner).architecture or cfg.get('architecture')
     if base is None:
         raise ValueError(
             "base must name the native network (as timm does, or 'torchvision:…'), or be what builds your own, got None"
         )
     own = base if callable(base) else None
     name = f'{own.__module__}:{own.__qualname__}' if own else str(base)
-    native_args = {**recorded_arguments(model), **(model_args or {})}
-    channels = None if own else image_channels(model)
+    native_args = {**recorded_arguments(inner), **(model_args or {})}
+    channels = None if own else image_channels(inner)
     other_images = channels not in (None, 3)
     if other_images:
         native_args.setdefault('in_chans', channels)
-    if isinstance(model, ROTPResNet) and not own:
-        architecture, arguments = name, native_args | model.pool_arguments()
+    if isinstance(inner, ROTPResNet) and not own:
+        architecture, arguments = name, native_args | inner.pool_arguments()
         if 'rotp' not in arguments:
-            arguments['global_pool'] = model.global_pool.pool_type
+            arguments['global_pool'] = inner.global_pool.pool_type
     else:
-        architecture, arguments = CONVERTED, recipe(model, name, native_args)
+        architecture, arguments = CONVERTED, recipe(inner, name, native_args)
+    if isinstance(model, Views):
+        if architecture != CONVERTED:
+            architecture, arguments = CONVERTED, {'base': name, 'base_args': arguments, 'pools': {}}
+        arguments['sizes'] = list(model.sizes)
     num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
     try:
@@ -437,8 +442,8 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """The representation of every module except ROT pools, whose representation shows learned values."""
-    pools = tuple(rot_pools(model))
+    """The representation of every module except ROT pools and gains, whose representation shows learned values."""
+    pools = tuple(rot_pools(model)) + (('gain',) if isinstance(model, Views) else ())
     said: dict[str, str] = {}
     for path, module in model.named_modules():
         if path in pools or path.startswith(tuple(f'{pool}.' for pool in pools)):
@@ -564,6 +569,7 @@ def build_converted(
     base_args: Mapping[str, Any] | None = None,
     pools: Mapping[str, Mapping[str, Any]] | None = None,
     folded: Sequence[str] = (),
+    sizes: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """The network of `rotp_converted`, which is registered in timm: any network with converted pools.
@@ -574,6 +580,7 @@ def build_converted(
         base_args: arguments of the native network.
         pools: options of each converted pool by its path; None for the default global pooling.
         folded: paths of the pools whose gain was folded.
+        sizes: of the views; None for a network without.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     refuse_foreign(base, base_args or {})
@@ -587,6 +594,8 @@ def build_converted(
     if kwargs.get('global_pool') == saved_args.get('global_pool'):
         kwargs.pop('global_pool', None)  # the name of the pool as timm records it, not a wish for another one
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
+    if sizes and ('global_pool' in kwargs or 'features_only' in kwargs):
+        raise ValueError('the network pools several views: load it as it is, and use its part `model`')
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another one, the network is the native one.
         whole = build_converted(
@@ -608,11 +617,13 @@ def build_converted(
             convert(model)
         else:
             _put_pools(model, pools, folded)
+        if sizes:
+            model = views(model, sizes)
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
     # So that saving it again names the native network.
     model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
-    if rot_pools(model):
+    if rot_pools(model) and not isinstance(model, Views):
         name_for_timm(model)
     return model
