@@ -15,7 +15,7 @@ from rotp_vision import bench
 from rotp_vision.core import Solver, scaled_softplus
 from rotp_vision.core.triton import badmm, coefficients, sinkhorn, tiles  # noqa: F401 - define their operators
 from rotp_vision.layers import GlobalROTPool2d
-from tests.core.explicit.test_operators import leaves, pooled, results
+from tests.core.explicit.operators import leaves, pooled, results
 
 OPERATORS = {
     'badmm-e': (Solver('badmm-e'), False, False),
