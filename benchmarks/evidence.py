@@ -1,175 +1,124 @@
-"""What pooling does to real networks on images that they have not seen: stage 2 from kept maps, several seeds.
+"""Where a pooling pays: frozen networks used as they were trained, and used differently, on images not fitted.
 
-    python -m benchmarks.evidence --data ../shared/data
+    python -m benchmarks.evidence --data DIRECTORY --page benchmarks/EVIDENCE.md
 
-Backbone and classifier stay as they are; only the pooling is fitted, on some of the images, and judged on others.
-Each fitted pooling is kept in `--output`, so that a run that was stopped goes on where it was. With
-`--small-objects` also small networks on generated images, by the size of the object. With
-`--page benchmarks/EVIDENCE.md` the tables and plots of that page are renewed.
+The protocol is on that page. Maps are kept in `--cache` and what was judged in `--output`, so that a run that was
+stopped goes on where it was, and no pooling is judged twice. With `--finished-only` it reports what there is.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, stdev
+from typing import Any
 
 import torch
-from matplotlib.figure import Figure
+from torch import Tensor, nn
 
-from benchmarks import small_objects
-from benchmarks.evidence_poolings import (
-    AVERAGE,
-    AVERAGE_GAIN,
-    GEM_GAIN,
-    POOLINGS,
-    Outcome,
-    Recipe,
-    calibration_error,
-    fit,
-    judge,
-    paired_test,
-    per_image,
-    split,
-    weights_of,
-)
+from benchmarks import evidence_boxes, evidence_classes, evidence_report
+from benchmarks.evidence_poolings import OURS, PEERS, Maps, Outcome, calibrated, judge_ours, judge_peers
 from benchmarks.paper import Results, renew_page
-from benchmarks.real_data import NETWORKS, Network, add_data_arguments, build, maps_of
+from benchmarks.real_data import NETWORKS, SMALL, Network, add_data_arguments, build, maps_of
 from rotp_vision.files import replacing
+from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.head import find_global_pool
 
-# What every pooling is tested against; the page shows the first three, the CSV all.
-REFERENCES = (AVERAGE, AVERAGE_GAIN, GEM_GAIN, 'GeM p = 1.5, gain', 'Sinkhorn rms, gain')
+PLAIN, TWO_SCALES = 'plain', '224 + 384'
+OTHER_SIZES = ('160', '288', '384')
+TASKS = (PLAIN, *OTHER_SIZES, *SMALL, TWO_SCALES)
+FIT = 500  # images that a pooling is fitted on
+SHIFTED = 1200  # images of a task with shifted images; those that do not fit judge
+SEED = 20
 
 
-def outcomes_of(network: Network, args: argparse.Namespace, recipe: Recipe) -> dict[str, list[tuple[Outcome, str]]]:
-    """(outcome, learned weights) of every pooling, seed by seed; those that are kept are not made again."""
-    kept = args.output / 'fitted'
-    kept.mkdir(parents=True, exist_ok=True)
-    setting = '-'.join(f'{value:g}' for value in recipe)
-    paths = {
-        (seed, name): kept / f'{network.builder}-{args.limit or "all"}-{setting}-{seed}-{name}.pt'
-        for seed in range(args.seeds)
-        for name in POOLINGS
+def split(num_images: int, fit: int = FIT) -> tuple[Tensor, Tensor]:
+    """Indices of the images to fit on and of those to judge on."""
+    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(SEED))
+    return order[:fit], order[fit:].sort().values
+
+
+def task_maps(network: Network, model: nn.Module, task: str, args: argparse.Namespace) -> Maps:
+    def made(name: str, limit: int | None) -> tuple[Tensor, Tensor]:
+        return maps_of(
+            network, model, args.data, args.cache, min(filter(None, (limit, args.limit)), default=None), name
+        )
+
+    if task == TWO_SCALES:  # each view is made from the photo
+        (small, _), (large, labels) = made(PLAIN, None), made('384', SHIFTED)
+        return Maps([small[: len(large)], large], labels)
+    maps, labels = made(task, None if task == PLAIN else SHIFTED)
+    return Maps([maps], labels)
+
+
+def run_task(network: Network, model: nn.Module, task: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Fit and judge every pooling."""
+    maps = task_maps(network, model, task, args)
+    fit, judged = split(len(maps.labels), args.fit)
+    ours, report = calibrated(model, maps, fit)
+    _, pool = find_global_pool(ours)
+    outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged)  # pyright: ignore
+    setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
+    outcomes[OURS] = judge_ours(ours, maps, judged, setting)
+    return {
+        'outcomes': {name: tuple(outcome) for name, outcome in outcomes.items()},
+        'judged': judged,
+        'report': str(report),
+        'pool': {'options': pool.options.to_dict(), 'weights': weights_of(pool)},
     }
-    if not args.finished_only and not all(path.exists() for path in paths.values()):
-        model = build(network, args.data).requires_grad_(False)
-        maps, labels = maps_of(network, model, args.data, args.cache, args.limit)
-        classifier = model.get_classifier()  # pyright: ignore[reportCallIssue]
-        for (seed, name), path in paths.items():
-            if path.exists():
-                continue
-            torch.manual_seed(seed)
-            to_fit, to_judge = split(len(labels), recipe, seed)
-            pool = POOLINGS[name](maps.shape[1])
-            fit(pool, classifier, maps, labels, to_fit, recipe, seed)
-            outcome = judge(pool, classifier, maps, labels, to_judge)
-            with replacing(path) as temporary:
-                torch.save({'outcome': tuple(outcome), 'weights': weights_of(pool)}, temporary)
-            print(
-                f'{network.name}, seed {seed}, {name}: cross-entropy {outcome.loss.mean():.4f}, '
-                f'top-1 {100 * outcome.top1.mean():.2f}; {weights_of(pool)}',
-                flush=True,
-            )
-    results = {}
-    for name in POOLINGS:
-        files = [paths[seed, name] for seed in range(args.seeds)]
-        if all(file.exists() for file in files):
-            runs = [torch.load(file, weights_only=True) for file in files]
-            results[name] = [(Outcome(*run['outcome']), run['weights']) for run in runs]
-    return results
 
 
-def with_error(values: Sequence[float], digits: int) -> str:
-    """Mean ± standard error over the seeds."""
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return f'{mean(values):.{digits}f} ± {error:.{digits}f}'
+def weights_of(pool: ROTPool) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in pool.named_weights().items()}
 
 
-def summarize(network: str, fitted: dict[str, list[tuple[Outcome, str]]]) -> tuple[list[dict], list[dict]]:
-    """Rows in full, and rows to read; best cross-entropy first."""
-    outcomes = {name: [outcome for outcome, _ in runs] for name, runs in fitted.items()}
-    num_images = 1 + max(int(outcome.index.max()) for runs in outcomes.values() for outcome in runs)
-    full, readable = [], []
-    for name, runs in outcomes.items():
-        metrics = {
-            'top-1 %': [100 * float(run.top1.mean()) for run in runs],
-            'top-5 %': [100 * float(run.top5.mean()) for run in runs],
-            'cross-entropy': [float(run.loss.mean()) for run in runs],
-            'ECE %': [100 * calibration_error(run.confidence, run.top1) for run in runs],
-        }
-        tests = {}
-        for reference in REFERENCES:
-            if reference in outcomes:
-                for field, scale in (('loss', 1), ('top1', 100)):
-                    change, error, p = paired_test(per_image(runs, outcomes[reference], field, num_images))
-                    tests[reference, field] = (scale * change, scale * error, p)
-        row = {'network': network, 'pooling': name}
-        for key, values in metrics.items():
-            row[key] = mean(values)
-            row[f'{key} standard error'] = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-        for (reference, field), test in tests.items():
-            for key, value in zip(('minus', 'standard error to', 'p to'), test, strict=True):
-                row[f'{field} {key} {reference}'] = value
-        full.append(row | {'weights': ' | '.join(weights for _, weights in fitted[name])})
-        digits = {'cross-entropy': 4}
-        line = {'pooling': name} | {key: with_error(values, digits.get(key, 2)) for key, values in metrics.items()}
-        for (reference, field), (change, _, p) in tests.items():
-            same = name == reference
-            if field == 'loss' and reference in REFERENCES[:3]:
-                line[f'Δ cross-entropy to {reference}'] = '' if same else f'{change:+.4f} (p {p:.2g})'
-            elif reference == AVERAGE:
-                line[f'Δ top-1 to {reference}'] = '' if same else f'{change:+.2f} (p {p:.2g})'
-        readable.append(line)
-    order = sorted(range(len(full)), key=lambda i: full[i]['cross-entropy'])
-    return [full[i] for i in order], [readable[i] for i in order]
-
-
-def draw(tables: dict[str, list[dict]]) -> Figure:
-    """Cross-entropy against that of average pooling on the same images, by pooling; what is far worse is cut off."""
-    figure = Figure(figsize=(6.4 * len(tables), 6.4), layout='constrained')
-    panels = figure.subplots(1, len(tables), squeeze=False)[0]
-    for axes, (network, rows) in zip(panels, tables.items(), strict=True):
-        changes = [row[f'loss minus {AVERAGE}'] for row in rows]
-        limit = 1.3 * max(-min(changes), 0.01)
-        for y, (row, change) in enumerate(zip(rows, changes, strict=True)):
-            if change > limit:
-                axes.text(limit, y, f'{change:+.2f} →', ha='right', va='center')
-            else:
-                error = 1.96 * row[f'loss standard error to {AVERAGE}']
-                axes.errorbar(change, y, xerr=error, fmt='o', color='#0072B2', capsize=3)
-        axes.axvline(0, color='grey', linestyle='--', linewidth=1)
-        axes.set_yticks(range(len(rows)), [f'{row["pooling"]}   {row["cross-entropy"]:.4f}' for row in rows])
-        axes.set_ylim(len(rows) - 0.4, -0.6)
-        axes.set(title=network, xlabel='cross-entropy minus average pooling', xlim=(-1.7 * limit, limit))
-    return figure
+def kept(path: Path, finished_only: bool, make: Any) -> dict[str, Any] | None:
+    """What is in a file; if it is not there, it is made, unless only what is finished is wanted."""
+    if not path.exists():
+        if finished_only:
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made = make()
+        with replacing(path) as temporary:
+            torch.save(made, temporary)
+        print(f'{path.stem}\n{made.get("report", "")}\n', flush=True)
+    return torch.load(path, weights_only=True)
 
 
 def main(arguments: Sequence[str] | None = None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_data_arguments(parser)
-    builders = [network.builder for network in NETWORKS]
-    parser.add_argument('--networks', nargs='+', choices=builders, default=builders)
-    parser.add_argument('--seeds', type=int, default=3)
-    parser.add_argument('--output', type=Path, default=Path('runs/evidence'), help='directory for tables and plots')
+    networks = {network.builder: network for network in NETWORKS if network.size == 224}
+    parser.add_argument('--networks', nargs='+', choices=list(networks), default=list(networks))
+    parser.add_argument('--tasks', nargs='*', choices=TASKS, default=TASKS)
+    parser.add_argument('--classes', nargs='*', choices=evidence_classes.DATASETS, default=evidence_classes.DATASETS)
+    parser.add_argument('--fit', type=int, default=FIT, help='images that a pooling is fitted on')
+    parser.add_argument('--output', type=Path, default=Path('runs/evidence'), help='directory for what is judged')
     parser.add_argument('--page', type=Path, help='Markdown page whose marked tables and plots are renewed')
-    parser.add_argument('--finished-only', action='store_true', help='fit nothing more, report what is kept')
-    parser.add_argument('--small-objects', action='store_true', help='also the generated small objects')
+    parser.add_argument('--finished-only', action='store_true', help='judge nothing more, report what is kept')
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     torch.set_flush_denormal(True)
     results = Results(args.output)
-    tables = {}
-    for network in NETWORKS:
-        if network.builder in args.networks:
-            fitted = outcomes_of(network, args, Recipe())
-            if AVERAGE in fitted:
-                full, readable = summarize(network.name, fitted)
-                tables[network.name] = full
-                results.table(network.builder, full, poolings=readable)
-    if tables:
-        results.figure('poolings', draw(tables))
-    if args.small_objects:
-        small_objects.report(results)
+    settings: list[evidence_report.Setting] = []
+    boxes: list[dict[str, Any]] = []
+    for builder in args.networks:
+        network = networks[builder]
+        model = build(network, args.data).requires_grad_(False)
+        for task in args.tasks:
+            path = args.output / 'judged' / f'{builder}-{task}.pt'
+            found = kept(path, args.finished_only, lambda: run_task(network, model, task, args))  # noqa: B023
+            if found is None:
+                continue
+            outcomes = {name: Outcome(*values) for name, values in found['outcomes'].items()}
+            settings.append(evidence_report.frozen(network.name, task, outcomes))
+            if task == PLAIN:
+                areas = evidence_boxes.areas_of(network, args.data, args.limit)[found['judged']]
+                settings += evidence_report.by_area(network.name, outcomes, areas)
+                path = args.output / 'judged' / f'{builder}-boxes.pt'
+                boxes += (
+                    kept(path, args.finished_only, lambda: evidence_boxes.measure(network, model, found, args)) or {}  # noqa: B023
+                ).get('rows', [])
+        settings += evidence_classes.run(network, model, args, kept)
+    evidence_report.write(results, settings, boxes)
     if args.page is not None:
         renew_page(args.page, results, 'evidence')
     print(f'tables and plots are in {args.output}')

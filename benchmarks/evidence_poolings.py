@@ -1,8 +1,7 @@
-"""The poolings that evidence.py compares, their fit on kept maps, and how their predictions are judged."""
+"""The poolings that evidence.py compares, how they are fitted to kept maps of a frozen classifier, and judged."""
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,240 +9,194 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import view_of
-from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, PoolOptions
-from rotp_vision.layers.hierarchical_pool import MEAN_POOL
-from rotp_vision.layers.parameters import PositiveWeight
+import rotp_vision
+from rotp_vision.calibration import Calibration
+from rotp_vision.layers import PoolOptions, ROTPool
+from rotp_vision.layers.parameters import log_norm
+from rotp_vision.surgery.views import Views
 
-AVERAGE, AVERAGE_GAIN, GEM_GAIN = 'average', 'average, gain', 'GeM, gain'
-_FUSION_GAIN = replace(MEAN_POOL, gain='scalar')
+AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
+CHUNK = 50  # images pooled at a time
 
-
-class PowerMean(nn.Module):
-    """GeM: f_d = gain · (mean_n max(x_dn, 0)^p)^(1/p); p = 1 is average pooling of what is not negative."""
-
-    def __init__(self, power: float = 1.0, learn: bool = True, gain: bool = False):
-        super().__init__()
-        self.power = PositiveWeight(power, learn=learn)
-        self.gain = PositiveWeight(1.0) if gain else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        power = self.power()
-        pooled = x.flatten(2).clamp_min(1e-6).pow(power).mean(2).pow(1 / power)
-        return pooled if self.gain is None else pooled * self.gain()
+Pool = Callable[[Tensor], Tensor]
 
 
-class Average(nn.Module):
-    """Average pooling, with a learned gain or none."""
-
-    def __init__(self, gain: bool = False):
-        super().__init__()
-        self.gain = PositiveWeight(1.0) if gain else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = x.flatten(2).mean(2)
-        return pooled if self.gain is None else pooled * self.gain()
+def mean(sets: Tensor) -> Tensor:
+    return sets.mean(2)
 
 
-class MeanMax(nn.Module):
-    """Mixed mean-max pooling in closed form: what `MixedROTPool2d.mean_max` is by Proposition 2, at less cost."""
-
-    def __init__(self, gain: bool = False):
-        super().__init__()
-        self.omega = nn.Parameter(torch.zeros(2))
-        self.gain = PositiveWeight(1.0) if gain else None
-
-    def set_share(self, mean: float):
-        """Let the mean have this share, and the maximum the rest."""
-        with torch.no_grad():
-            self.omega.copy_(torch.tensor([mean, 1 - mean]).log())
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, maximum = self.omega.softmax(0)
-        pooled = mean * x.flatten(2).mean(2) + maximum * x.flatten(2).amax(2)
-        return pooled if self.gain is None else pooled * self.gain()
+def maximum(sets: Tensor) -> Tensor:
+    return sets.amax(2)
 
 
-def _rot(solver: Any, **options: Any) -> Callable[[int], nn.Module]:
-    return lambda num_features: GlobalROTPool2d(PoolOptions.paper(solver, **options), num_features)
+def mean_max(sets: Tensor, share: float) -> Tensor:
+    return torch.lerp(maximum(sets), mean(sets), share)
 
 
-def _near_mean(solver: Any, view: str, gain: str = 'scalar', **options: Any) -> Callable[[int], nn.Module]:
-    return _rot(solver, start='mean', view=view, gain=gain, **options)
+def gem(sets: Tensor, power: float, norm_power: float = 0.0) -> Tensor:
+    """GeM; with a norm power its mean is weighted by q0 ∝ ‖x_n‖^β."""
+    powers = sets.clamp_min(1e-6).pow(power)
+    if not norm_power:
+        return powers.mean(2).pow(1 / power)
+    prior = (norm_power * log_norm(sets)).softmax(1)
+    return (powers * prior.unsqueeze(1)).sum(2).pow(1 / power)
 
 
-_SINKHORN_RMS = PoolOptions('sinkhorn', gain='off', smoothness=4.0)
-# Starts to choose from: temperatures as multiples of the spread of what the plan sees, powers of GeM, shares of the
-# mean in mean-max, and the gain of each.
-MULTIPLES = (64.0, 16.0, 8.0, 4.0, 2.0, 1.0)
-GAINS = tuple(0.05 * i for i in range(4, 25))
-POWERS = (1.0, 1.25, 1.5, 2.0, 3.0)
-SHARES = (0.98, 0.95, 0.9, 0.8, 0.5)
+def rot(options: PoolOptions) -> Pool:
+    return ROTPool(options).requires_grad_(False).pool_sets
 
-# From the number of channels to a pooling of maps (B, C, H, W) to (B, C). Fitted in this order.
-POOLINGS: dict[str, Callable[[int], nn.Module]] = {
-    AVERAGE: lambda _: Average(),
-    AVERAGE_GAIN: lambda _: Average(gain=True),
-    'GeM p = 1.5, gain': lambda _: PowerMean(1.5, learn=False, gain=True),
-    GEM_GAIN: lambda _: PowerMean(gain=True),
-    'Sinkhorn rms, gain': _near_mean('sinkhorn', 'rms'),
-    'softmax rms, gain': _near_mean('badmm-e', 'rms', num_modules=1),
-    'mean-max, gain': lambda _: MeanMax(gain=True),
-    'BADMM-E published, gain': _rot('badmm-e', gain='scalar'),
-    'BADMM-E rms, gain': _near_mean('badmm-e', 'rms'),
-    'coupled BADMM-E rms, gain': _near_mean('badmm-e', 'rms', coupled=True),
-    'Sinkhorn log, gain': _near_mean('sinkhorn', 'log'),
-    'Sinkhorn identity, gain': _near_mean('sinkhorn', 'identity'),
-    'GeM': lambda _: PowerMean(),
-    'Sinkhorn rms': _near_mean('sinkhorn', 'rms', gain='off'),
-    'softmax identity, gain': _near_mean('badmm-e', 'identity', num_modules=1),
-    'hierarchical Sinkhorn rms + mean, gain': lambda _: MixedROTPool2d([_SINKHORN_RMS, MEAN_POOL], _FUSION_GAIN),
-    'Sinkhorn rms, gain, attention prior': _near_mean('sinkhorn', 'rms', prior='attention', prior_width=32),
-    'BADMM-E published': _rot('badmm-e'),
-    'BADMM-Q published, gain': _rot('badmm-q', gain='scalar'),
-    'BADMM-E identity, gain': _near_mean('badmm-e', 'identity'),
-    'BADMM-Q rms, gain': _near_mean('badmm-q', 'rms'),
-    'BADMM-E log, gain': _near_mean('badmm-e', 'log'),
-    'coupled BADMM-Q rms, gain': _near_mean('badmm-q', 'rms', coupled=True),
-    'BADMM-E rms with structure, gain': _near_mean('badmm-e', 'rms', structure=1.0),
-    'Sinkhorn rms, gain per channel': _near_mean('sinkhorn', 'rms', gain='channel'),
+
+def softmax(temperature: float) -> Pool:
+    """Softmax pooling of x / rms: one module of Bregman ADMM."""
+    return rot(PoolOptions('badmm-e', num_modules=1, step=temperature, gain='off'))
+
+
+_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
+# Every pooling with the settings among which it chooses, each with its gain where there is one to fit.
+PEERS: dict[str, list[tuple[str, Pool]]] = {
+    AVERAGE: [('', mean)],
+    AVERAGE_GAIN: [('', mean)],
+    'max': [('', maximum)],
+    'mean-max': [(f'mean {s:g}', partial(mean_max, share=s)) for s in (0.98, 0.95, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)],
+    GEM: [(f'p = {p:g}', partial(gem, power=p)) for p in _POWERS],
+    'GeM with q0': [
+        (f'p = {p:g}, norm power {b:g}', partial(gem, power=p, norm_power=b))
+        for p in (1.0, 1.5, 2.0, 3.0, 5.0)
+        for b in (0.0, 1.0, 2.0, 4.0, 6.0)
+    ],
+    'softmax': [(f'temperature {t:g}', softmax(t)) for t in (16.0, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.5)],
+    'published BADMM-E': [('', rot(PoolOptions.paper('badmm-e')))],
+    'published Sinkhorn': [('', rot(PoolOptions.paper('sinkhorn')))],
 }
 
 
-class Recipe(NamedTuple):
-    """How many images fit a pooling and judge it, and how it is fitted."""
-
-    fit: int = 1000
-    choose: int = 150  # of those to fit on, to choose the start
-    judge: int = 1000
-    epochs: int = 1
-    batch: int = 50
-    lr: float = 0.1  # of the positive weights, whose steps are relative changes
-    prior_lr: float = 3e-3  # of the matrices of an attention prior
-
-
 class Outcome(NamedTuple):
-    """What one fitted pooling made of the images that judge it, one number an image."""
+    """What one fitted pooling made of the images that judge it."""
 
-    index: Tensor
-    loss: Tensor
-    top1: Tensor
-    top5: Tensor
-    confidence: Tensor
+    loss: Tensor  # (images,)
+    right: Tensor  # (images,) 1.0 where the prediction is right
+    setting: str
 
 
-def split(num_images: int, recipe: Recipe, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the images to fit on and, none of them among those, of the images to judge on."""
-    if recipe.fit >= num_images:
-        raise ValueError(f'fit must leave images of {num_images} to judge on, got {recipe.fit}')
-    order = torch.randperm(num_images, generator=torch.Generator().manual_seed(seed))
-    return order[: recipe.fit], order[recipe.fit :][: recipe.judge]
+class Maps(NamedTuple):
+    """Kept maps of one or several views of images, as one set an image, and labels."""
+
+    views: Sequence[Tensor]  # (images, C, H, W) of each view
+    labels: Tensor
+
+    @property
+    def places(self) -> list[int]:
+        return [view[0, 0].numel() for view in self.views]
+
+    def sets(self, index: Tensor, log_gains: Sequence[float] = ()) -> Tensor:
+        """(b, C, N) sets of some images in float32, each view times its gain."""
+        parts = [view[index].float().flatten(2) for view in self.views]
+        factors = torch.tensor(log_gains or [0.0] * len(parts)).exp().tolist()
+        return torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)], 2)
 
 
-def starts_of(pool: nn.Module, maps: Tensor) -> list[Callable[[], None]]:
-    """Where a pooling may start: temperatures, powers of GeM, shares of the mean; the published only where it is."""
-    if isinstance(pool, PowerMean) and isinstance(pool.power.beta, nn.Parameter):
-        return [partial(pool.power.set, power) for power in POWERS]
-    if isinstance(pool, MeanMax):
-        return [partial(pool.set_share, share) for share in SHARES]
-    if not isinstance(pool, GlobalROTPool2d) or pool.options.start == 'paper':
-        return [lambda: None]
-    spread = float(view_of(maps.float().flatten(2), pool.view).var(2, correction=0).mean().sqrt())
-    times = {'smoothness': 1, 'step': pool.options.modules}
-    names = [name for name in pool.named_weights() if name in times]
-    return [partial(pool.set_weights, **{name: times[name] * m * spread for name in names}) for m in MULTIPLES]
+class FromMaps(nn.Module):
+    """A network as a function of its last map, for `calibrate` to read kept maps instead of images."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward_features(self, maps: Tensor) -> Tensor:
+        return maps
+
+    def forward_head(self, maps: Tensor, pre_logits: bool = False) -> Tensor:
+        return self.model.forward_head(maps, pre_logits=pre_logits)  # pyright: ignore[reportCallIssue]
+
+    def forward(self, maps: Tensor) -> Tensor:
+        return self.forward_head(maps)
 
 
-def choose_start(pool: nn.Module, classifier: nn.Module, maps: Tensor, labels: Tensor):
-    """Leave the pooling at the start, and the gain if it has one, of least cross-entropy on these images."""
-    gain = getattr(pool, 'gain', None)
-    best = math.inf, lambda: None, 1.0
-    with torch.no_grad():
-        for start in starts_of(pool, maps):
-            start()
-            pooled = torch.cat([pool(chunk.float()) for chunk in maps.split(50)])
-            for factor in GAINS if gain is not None else (1.0,):
-                loss = float(F.cross_entropy(classifier(factor * pooled), labels))
-                if loss < best[0]:
-                    best = loss, start, factor
-    best[1]()
-    if gain is not None:
-        gain.set(best[2])
+class ViewsOfMaps(Views):
+    """Several views of which the maps are kept: its images are the places (B, C, N, 1) of all views."""
+
+    def __init__(self, model: nn.Module, places: list[int]):
+        super().__init__(FromMaps(model), places)
+
+    def resized(self, x: Tensor) -> list[Tensor]:
+        return list(x.split(self.sizes, 2))
 
 
-def fit(pool: nn.Module, classifier: nn.Module, maps: Tensor, labels: Tensor, index: Tensor, recipe: Recipe, seed: int):
-    """Choose a start, then train the pooling's own parameters by cross-entropy; the rest stays as it is."""
-    groups = {'beta': [], 'matrix': []}
-    for name, parameter in pool.named_parameters():
-        groups['matrix' if name.startswith('prior.') else 'beta'].append(parameter)
-    if not any(groups.values()):
-        return
-    choose_start(pool, classifier, maps[index[: recipe.choose]], labels[index[: recipe.choose]])
-    optimizer = torch.optim.Adam(
-        [
-            {'params': groups['beta'], 'lr': recipe.lr},
-            *([{'params': groups['matrix'], 'lr': recipe.prior_lr}] if groups['matrix'] else []),
-        ]
-    )
-    generator = torch.Generator().manual_seed(seed)
-    orders = [index[torch.randperm(len(index), generator=generator)] for _ in range(recipe.epochs)]
-    batches = [batch for order in orders for batch in order.split(recipe.batch)]
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
-    for batch in batches:
-        loss = F.cross_entropy(classifier(pool(maps[batch].float())), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+def calibrated(model: nn.Module, maps: Maps, index: Tensor) -> tuple[nn.Module, Calibration]:
+    """The network with the default pooling as `calibrate` leaves it, as a function of maps (B, C, N, 1)."""
+    converted = rotp_vision.convert(copy.deepcopy(model))
+    network = FromMaps(converted) if len(maps.views) == 1 else ViewsOfMaps(converted, maps.places)
+    batches = ((maps.sets(part).unsqueeze(3), maps.labels[part]) for part in index.split(CHUNK))
+    return network.eval(), rotp_vision.calibrate(network, batches)
 
 
-def judge(pool: nn.Module, classifier: nn.Module, maps: Tensor, labels: Tensor, index: Tensor) -> Outcome:
+def judge_ours(network: nn.Module, maps: Maps, index: Tensor, setting: str) -> Outcome:
     with torch.inference_mode():
-        logits = torch.cat([classifier(pool(maps[chunk].float())) for chunk in index.split(100)])
-    labels = labels[index]
-    confidence, _ = logits.softmax(1).max(1)
-    hits = logits.topk(5, 1).indices == labels[:, None]
-    loss = F.cross_entropy(logits, labels, reduction='none')
-    return Outcome(index, loss, hits[:, 0].float(), hits.any(1).float(), confidence)
+        logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in index.split(CHUNK)])
+    return outcome(logits, maps.labels[index], setting)
 
 
-def weights_of(pool: nn.Module) -> str:
-    """The positive weights that were learned, for people to read."""
-    found = {name: module for name, module in pool.named_modules() if isinstance(module, PositiveWeight)}
-    learned = {name: module for name, module in found.items() if isinstance(module.beta, nn.Parameter)}
-    texts = [f'{name.removeprefix("weights.")} {module.extra_repr()}' for name, module in learned.items()]
-    omega = getattr(pool, 'omega', None)
-    if omega is not None:
-        texts.append(f'head prior {", ".join(f"{value:.3f}" for value in omega.softmax(0).tolist())}')
-    return '; '.join(texts)
+def outcome(logits: Tensor, labels: Tensor, setting: str) -> Outcome:
+    right = (logits.argmax(1) == labels).float()
+    return Outcome(F.cross_entropy(logits, labels, reduction='none'), right, setting)
 
 
-def calibration_error(confidence: Tensor, correct: Tensor, num_bins: int = 15) -> float:
-    """Expected calibration error: Σ_bins (share of the images in the bin) · |accuracy − mean confidence|."""
-    bins = (confidence * num_bins).long().clamp_max(num_bins - 1)
-    gap = torch.zeros(num_bins, dtype=torch.float64).index_add_(0, bins, (correct - confidence).double())
-    return float(gap.abs().sum() / len(confidence))
+def judge_peers(
+    names: Sequence[str], classifier: nn.Linear, maps: Maps, fit: Tensor, judged: Tensor
+) -> dict[str, Outcome]:
+    """Fit each peer's setting and gains by cross-entropy on some images, then judge it on others, once.
 
-
-def paired_test(differences: Tensor) -> tuple[float, float, float]:
-    """Mean of paired differences, its standard error, and the two-sided p-value of their ratio t.
-
-    By the normal distribution, which with hundreds of images is that of t.
+    Of several views the others have a gain relative to the first's, of three; average without gain sees but the first.
     """
-    differences = differences.double()
-    mean = float(differences.mean())
-    error = float(differences.std() / math.sqrt(len(differences)))
-    if error == 0:
-        return mean, error, 1.0 if mean == 0 else 0.0
-    return mean, error, math.erfc(abs(mean) / error / math.sqrt(2))
+    log_gains = [(0.0,) * len(maps.views)]
+    if len(maps.views) > 1:
+        log_gains += [(0.0,) + (gain,) * (len(maps.views) - 1) for gain in (-0.3, 0.3)]
+    trials: dict[str, list[tuple[float, float, int, tuple[float, ...]]]] = {name: [] for name in names}
+    for view_gains in log_gains:
+        candidates = {(name, place): pool for name in names for place, (_, pool) in enumerate(PEERS[name])}
+        for (name, place), features in pooled(candidates, maps, fit, view_gains).items():
+            trials[name].append((*_best_gain(classifier, features, maps.labels[fit]), place, view_gains))
+    results = {}
+    for name in names:
+        _, gain, place, view_gains = min(trials[name])
+        text, pool = PEERS[name][place]
+        said = [
+            text,
+            f'gain {gain:.3g}',
+            'sizes times ' + ', '.join(f'{g:.2g}' for g in torch.tensor(view_gains).exp()),
+        ]
+        if len(maps.views) == 1:
+            said.pop()
+        seen = maps
+        if name == AVERAGE:
+            gain, said, seen, view_gains = 1.0, [], Maps(maps.views[:1], maps.labels), (0.0,)
+        features = pooled({name: pool}, seen, judged, view_gains)[name]
+        with torch.inference_mode():
+            logits = classifier(gain * features)
+        results[name] = outcome(logits, maps.labels[judged], ', '.join(filter(None, said)))
+    return results
 
 
-def per_image(ours: list[Outcome], theirs: list[Outcome], field: str, num_images: int) -> Tensor:
-    """Ours minus theirs for each image judged, averaged over the seeds that judged it; lists go seed by seed."""
-    total, count = torch.zeros(num_images, dtype=torch.float64), torch.zeros(num_images)
-    for one, other in zip(ours, theirs, strict=True):
-        if not torch.equal(one.index, other.index):
-            raise ValueError('outcomes must be of the same images in the same order to be paired')
-        total[one.index] += (getattr(one, field) - getattr(other, field)).double()
-        count[one.index] += 1
-    return total[count > 0] / count[count > 0]
+def pooled(pools: dict[Any, Pool], maps: Maps, index: Tensor, log_gains: Sequence[float] = ()) -> dict[Any, Tensor]:
+    """(images, C) features by each of the pools; maps are read once."""
+    # Made before the loop: small results between large temporary tensors would leave the memory in pieces.
+    features = {key: torch.empty(len(index), maps.views[0].shape[1]) for key in pools}
+    with torch.inference_mode():
+        for begin in range(0, len(index), CHUNK):
+            sets = maps.sets(index[begin : begin + CHUNK], log_gains)
+            for key, pool in pools.items():
+                features[key][begin : begin + CHUNK] = pool(sets)
+    return features
+
+
+def _best_gain(classifier: nn.Linear, features: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The least cross-entropy over gains, and its gain."""
+    with torch.inference_mode():
+        scores, bias = F.linear(features, classifier.weight), classifier.bias
+        best, step = (float('inf'), 1.0), 0.4
+        for width in (8, 4, 4, 4):  # steps of 0.4, 0.1, 0.025, 0.00625 of the logarithm
+            centre = torch.tensor(best[1]).log()
+            gains = (centre + step * torch.arange(-width, width + 1)).exp().tolist()
+            best = min(best, *((float(F.cross_entropy(gain * scores + bias, labels)), gain) for gain in gains))
+            step /= 4
+    return best

@@ -14,9 +14,14 @@ import torch
 from datasets import load_dataset
 from PIL import Image, ImageFilter
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import transforms
 from tqdm import tqdm
+
+from rotp_vision.files import replacing
+
+SHARD = 50  # images whose maps are written at a time
+BATCH = 10  # images that pass through a network at a time: activations of more leave the processor's cache
 
 
 class Network(NamedTuple):
@@ -86,15 +91,21 @@ def images_of(network: Network, data: Path, limit: int | None = None, columns: t
     return images
 
 
-class SmallObjects(Dataset):
-    """Photos shrunk to half the side of what a network sees, each at a random place of another, blurred or not."""
+def column_of(network: Network, data: Path, column: str, limit: int | None = None) -> list[Any]:
+    """A column of the network's images, in the order of `images_of`."""
+    return _rows(network, data).select_columns([column])[:limit][column]
 
-    def __init__(self, network: Network, data: Path, count: int, blur: int):
+
+class SmallObjects(Dataset):
+    """Photos shrunk to a part of the side of what a network sees, each at a random place of another, blurred or not."""
+
+    def __init__(self, network: Network, data: Path, count: int, parts: int, blur: int):
         self.label, self.size, self.count, self.blur = network.label, network.size, count, blur
         self.images = _rows(network, data)
         self.crop = transforms.Compose([transforms.Resize(network.resize), transforms.CenterCrop(network.size)])
         self.finish = transforms.Compose([transforms.ToTensor(), transforms.Normalize(network.mean, network.std)])
-        self.places = np.random.default_rng(1).integers(0, network.size // 2 + 1, (count, 2)).tolist()
+        self.side = network.size // parts
+        self.places = np.random.default_rng(1).integers(0, network.size - self.side + 1, (count, 2)).tolist()
 
     def __len__(self) -> int:
         return self.count
@@ -102,32 +113,86 @@ class SmallObjects(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row, other = self.images[index], self.images[(self.count + index) % len(self.images)]
         canvas = self.crop(other['image'].convert('RGB')).filter(ImageFilter.GaussianBlur(self.blur))
-        small = self.crop(row['image'].convert('RGB')).resize((self.size // 2,) * 2, Image.Resampling.BICUBIC)
+        small = self.crop(row['image'].convert('RGB')).resize((self.side,) * 2, Image.Resampling.BICUBIC)
         canvas.paste(small, tuple(self.places[index]))
         return {'x': self.finish(canvas), 'y': row[self.label]}
+
+
+BLUR = {'blurred': 8, 'sharp': 0}
+PARTS = {'half': 2, 'third': 3}
+SMALL = [f'{part}-{background}' for part in PARTS for background in BLUR]
+
+
+def task_images(network: Network, data: Path, limit: int | None, task: str):
+    """The images of a task as a map-style data set of 'x' and 'y'.
+
+    Args:
+        network: whose images and transform.
+        data: the data directory.
+        limit: use only so many images.
+        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; one of `SMALL` for
+            `SmallObjects`; or the name of an image file, whose labels are those of its column 'label'.
+    """
+    if task in SMALL:
+        part, background = task.split('-')
+        return SmallObjects(network, data, limit or 1500, PARTS[part], BLUR[background])
+    if task == 'plain':
+        return images_of(network, data, limit)
+    if not task.isdigit():
+        return images_of(network._replace(images=task, label='label'), data, limit)
+    side = int(task)
+    return images_of(network._replace(resize=round(side * network.resize / network.size), size=side), data, limit)
 
 
 def maps_of(
     network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None, task: str = 'plain'
 ) -> tuple[Tensor, Tensor]:
-    """(images, C, H, W) float16 maps before the global pooling, and labels; made once and kept in `cache`.
+    """(images, C, H, W) float16 maps before the global pooling, mapped from a file in `cache`, and labels.
 
-    The task 'small' (or 'small-sharp') has `SmallObjects` on a blurred (or sharp) photo, 1,500 unless limited.
+    Maps that are not there are made; if that is stopped, it goes on where it was. Tasks: see `task_images`.
     """
-    path = cache / f'{network.builder}-{network.images}{"" if task == "plain" else f"-{task}"}-{limit or "all"}.pt'
-    if path.exists():
-        kept = torch.load(path, weights_only=True)
-        return kept['maps'], kept['labels']
-    if task == 'plain':
-        images = images_of(network, data, limit)
-    else:
-        images = SmallObjects(network, data, limit or 1500, blur=8 if task == 'small' else 0)
-    maps, labels = [], []
-    with torch.inference_mode():
-        for batch in tqdm(DataLoader(images, batch_size=50), desc=f'maps of {network.name}'):  # pyright: ignore
-            maps.append(model.forward_features(batch['x']).half())  # pyright: ignore[reportCallIssue]
-            labels.append(batch['y'])
-    kept = {'maps': torch.cat(maps), 'labels': torch.cat(labels)}
-    cache.mkdir(parents=True, exist_ok=True)
-    torch.save(kept, path)
-    return kept['maps'], kept['labels']
+    images = task_images(network, data, limit, task)
+    directory = cache / f'{network.builder}-{network.images if task == "plain" else task}-{len(images)}'
+    path, partial = directory / 'maps.npy', directory / 'partial.npy'
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        done = sorted(int(shard.stem) for shard in directory.glob('*.pt'))
+        model = model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        for begin in tqdm(range(0, len(images), SHARD), desc=f'{network.name}, {task}', unit=f'{SHARD} images'):
+            if begin in done:
+                continue
+            batch = [images[index] for index in range(begin, min(begin + SHARD, len(images)))]
+            x = torch.stack([row['x'] for row in batch]).contiguous(memory_format=torch.channels_last)
+            with torch.inference_mode():
+                maps = torch.cat([model.forward_features(part).half() for part in x.split(BATCH)])  # pyright: ignore
+                maps = maps.contiguous()
+            mode = 'r+' if partial.exists() else 'w+'
+            shape = (len(images), *maps.shape[1:])
+            kept = np.lib.format.open_memmap(partial, mode, dtype=np.float16, shape=shape if mode == 'w+' else None)
+            kept[begin : begin + len(maps)] = maps.numpy()
+            kept.flush()
+            with replacing(directory / f'{begin}.pt') as temporary:  # a shard counts once its labels are written
+                torch.save(torch.tensor([row['y'] for row in batch]), temporary)
+        partial.rename(path)
+    shards = sorted(directory.glob('*.pt'), key=lambda shard: int(shard.stem))
+    labels = torch.cat([torch.load(shard, weights_only=True) for shard in shards])
+    return torch.from_numpy(np.load(path, mmap_mode='c')), labels
+
+
+def main():
+    """Make the maps of some tasks, so that the commands which need them find them."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    add_data_arguments(parser)
+    parser.add_argument('--network', default='', help='only networks with this in their name')
+    parser.add_argument('--tasks', nargs='+', default=['plain'], help='a task, or TASK:LIMIT')
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    for network in [network for network in NETWORKS if args.network in network.name]:
+        model = build(network, args.data)
+        for task in args.tasks:
+            name, _, limit = task.partition(':')
+            maps_of(network, model, args.data, args.cache, int(limit) if limit else args.limit, name)
+
+
+if __name__ == '__main__':
+    main()

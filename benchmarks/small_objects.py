@@ -1,10 +1,13 @@
-"""Accuracy of small networks against the size of the object: part of evidence.py.
+"""Accuracy of small networks against the size of the object.
+
+    python -m benchmarks.small_objects --page benchmarks/EVIDENCE.md
 
 A network of four convolutions is trained from scratch with each pooling on generated images whose objects have every
 size, and judged at each size on its own. The network that was trained with average pooling also has its pooling alone
 replaced and fitted afterwards.
 """
 
+import argparse
 import copy
 import math
 from collections.abc import Callable
@@ -17,8 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.evidence_poolings import Average
-from benchmarks.paper import Results
+from benchmarks.paper import Results, renew_page
 from benchmarks.tables import pivot
 from rotp_vision.layers import GlobalROTPool2d, PoolOptions
 from rotp_vision.training.generated import CLASSES, generate
@@ -30,12 +32,18 @@ SINKHORN = PoolOptions('sinkhorn', smoothness=4.0)
 LONGER = ', 3 times as long'
 FITTED_AFTERWARDS = 'average, then Sinkhorn rms fitted'
 
+
+def average() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+
 FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
-    'average': Average,
+    'average': average,
+    'ROTP (default)': GlobalROTPool2d,
     'Sinkhorn rms, gain': lambda: GlobalROTPool2d(SINKHORN),
     'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions.paper()),
     'max': lambda: nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten()),
-    'average' + LONGER: Average,
+    'average' + LONGER: average,
     'Sinkhorn rms, gain' + LONGER: lambda: GlobalROTPool2d(SINKHORN),
 }
 
@@ -141,7 +149,7 @@ def draw(summary: list[dict]) -> Figure:
     figure = Figure(figsize=(9, 4), layout='constrained')
     axes = figure.subplots()
     names = dict.fromkeys(row['pooling'] for row in summary)
-    for name, marker in zip(names, 'os^DvxP', strict=True):
+    for name, marker in zip(names, 'os^DvxPX', strict=True):
         line = [row for row in summary if row['pooling'] == name]
         axes.errorbar(
             [100 * row['radius'] for row in line],
@@ -157,3 +165,18 @@ def draw(summary: list[dict]) -> Figure:
     axes.minorticks_off()
     figure.legend(loc='outside right center', frameon=False)
     return figure
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--output', type=Path, default=Path('runs/small_objects'))
+    parser.add_argument('--page', type=Path, help='Markdown page whose marked table and plot are renewed')
+    args = parser.parse_args()
+    results = Results(args.output)
+    report(results)
+    if args.page is not None:
+        renew_page(args.page, results, 'evidence')
+
+
+if __name__ == '__main__':
+    main()

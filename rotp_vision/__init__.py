@@ -26,7 +26,17 @@ if TYPE_CHECKING:
     )
     from rotp_vision.models import ROTPResNet
     from rotp_vision.probing import ProbeResult, fit_probe, probe
-    from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
+    from rotp_vision.surgery import (
+        FoundPool,
+        convert,
+        describe,
+        find_pools,
+        fold_gain,
+        freeze,
+        revert,
+        rot_pools,
+        views,
+    )
 
 __version__ = '0.2.0'
 
@@ -56,6 +66,7 @@ __all__ = [
     'revert',
     'rot_pools',
     'save_pretrained',
+    'views',
 ]
 
 # Where the names above are, those modules first that import least.

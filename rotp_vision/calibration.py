@@ -19,6 +19,7 @@ from rotp_vision.layers import PoolOptions
 from rotp_vision.layers.options import MEAN_START, View
 from rotp_vision.layers.parameters import ModuleWeights, log_norm
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
+from rotp_vision.surgery.views import Views
 
 Metric = Literal['loss', 'top1']
 TriedPrior = Literal['uniform', 'norm']
@@ -28,8 +29,9 @@ _TEMPERATURES = (16.0, 5.0, 1.6, 0.5)
 _POWERS = (0.0, 2.0, 6.0)
 _PENALTY = 3.0  # α3 over the temperature
 _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
-# Steps of the local search, then half as large: of the logarithms of temperature and penalty, and of the power.
-_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2}
+# Steps of the local search, then half as large: of the logarithms of temperature, penalty and a view's gain, and of the
+# power.
+_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2, 'view': 0.3}
 _MOST_STEPS = 6  # along one axis
 _LEAST = 1e-3  # of cross-entropy: next to the mean, differences are small but so are their standard errors
 
@@ -44,6 +46,7 @@ class Setting(NamedTuple):
     temperature: float
     power: float = 0.0  # β of the norm prior
     penalty: float = _PENALTY  # α3 over the temperature, where the solver reads it
+    view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views; the first is zero
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,9 @@ class Row:
         if self.setting is None:
             return ''
         norm = f', norm power {self.setting.power:.2g}' if self.setting.power else ''
-        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}'
+        gains = ', '.join(f'{math.exp(gain):.2g}' for gain in self.setting.view_gains)
+        sizes = f', sizes times {gains}' if gains else ''
+        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}{sizes}'
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,7 @@ class Calibration:
     Attributes:
         path: of the pool in the model.
         num_images: how many images were used.
-        average: average pooling as the network came.
+        average: average pooling as the network came; of one with several views (see `views`), the first view alone.
         average_gain: average pooling with a fitted gain.
         gem: GeM pooling with fitted power and gain.
         tried: ROTP with each prior that was tried.
@@ -171,12 +176,14 @@ def calibrate(
     and the gain are fitted on halves of the images, by a coarse grid and a local search, and judged on the other
     halves. The pooling is left at what was best, fitted on all images, provided that it beats average pooling with a
     gain by a standard error and by 0.001 of cross-entropy, and that its top-1 is not a standard error below average
-    pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes.
+    pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes. Of a network with
+    several views (see `views`) it also fits the gain of each.
 
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
         loader: batches of (images, class indices), on any device; a few hundred images, in an order without meaning.
-            Use the image size at which the model will be used.
+            Use the image size at which the model will be used. Instead of images, a list of views where `views` takes
+            one.
         views: what the plan may see.
         priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
         metric: what decides, 'loss' or 'top1'. A pooling that is sharp enough to lower the loss most may cost a little
@@ -214,7 +221,8 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing)
+        places = model.places(collected.example) if isinstance(model, Views) else None
+        search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing, places)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
@@ -229,6 +237,8 @@ def calibrate(
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
     _install(pool, best.found, best.gain if chosen or helps else 1.0)
+    if isinstance(model, Views) and chosen:
+        model.scale_views([math.exp(gain) for gain in best.found.view_gains])
     return Calibration(
         path,
         len(collected.targets),
@@ -398,16 +408,29 @@ def judge_pooled(head: Head, pooled: Tensor, targets: Tensor) -> Judged:
 class _Search:
     """Fits poolings on halves of the images and judges them on the other halves."""
 
-    def __init__(self, collected: Collected, head: Head, options: PoolOptions, metric: Metric, label_smoothing: float):
+    def __init__(
+        self,
+        collected: Collected,
+        head: Head,
+        options: PoolOptions,
+        metric: Metric,
+        label_smoothing: float,
+        places: Sequence[int] | None = None,
+    ):
         self.sets, self.targets = collected.sets, collected.targets
         self.head, self.options, self.metric, self.label_smoothing = head, options, metric, label_smoothing
         self.images = torch.arange(len(self.targets), device=self.targets.device)
+        self.places = list(places or [self.sets[0].shape[2]])  # of each view
+        self.equal_gains = (0.0,) * len(self.places) if places else ()
         self.known: dict[Setting, _Curve] = {}
         self.means = torch.cat([sets.float().mean(2) for sets in self.sets])
         self.average = self._curve(self.means)
 
     def judge_average(self, with_gain: bool) -> Judged:
-        curve = self.average if with_gain else self._curve(self.means, with_gain=False)
+        curve = self.average
+        if not with_gain:
+            first = torch.cat([sets[:, :, : self.places[0]].float().mean(2) for sets in self.sets])
+            curve = self._curve(first, with_gain=False)
         return _cross_fit(self.images, lambda images: None, lambda _: curve)
 
     def judge_gem(self) -> Judged:
@@ -422,7 +445,7 @@ class _Search:
     def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> Judged:
         spreads = self._spreads(views)
         coarse = [
-            Setting(view, multiple * spreads[view], power)
+            Setting(view, multiple * spreads[view], power, view_gains=self.equal_gains)
             for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
             if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
         ]
@@ -439,12 +462,13 @@ class _Search:
         axes = ['temperature']
         axes += ['power'] if prior == 'norm' else []
         axes += ['penalty'] if 'sample_penalty' in self.options.starting_weights() else []
+        axes += [f'view {view}' for view in range(1, len(self.places))]
         least = self._cost(self.known[best], images)
         for size, axis in product((1.0, 0.5), axes):
             for way in (size, -size):
                 start = best
                 for _ in range(_MOST_STEPS):
-                    setting = _moved(best, axis, way * _STEPS[axis])
+                    setting = _moved(best, axis, way * _STEPS[axis.split()[0]])
                     self._try([setting])
                     cost = self._cost(self.known[setting], images)
                     if cost >= least:
@@ -483,11 +507,11 @@ class _Search:
         return float(loss) if self.metric == 'loss' else float(1e-4 * loss - right)
 
     def _try(self, settings: Sequence[Setting]) -> None:
-        """Let the curves of the settings be known."""
+        """Let the curves of the settings, which have the same gains of views, be known."""
         new = [setting for setting in settings if setting not in self.known]
         pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
         for sets in self.sets if new else ():
-            x = sets.float()
+            x = self._scaled(sets, new[0].view_gains)
             log_norms = log_norm(x)
             for setting in new:
                 options = _options_at(self.options, setting)
@@ -496,6 +520,13 @@ class _Search:
                 pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
         for setting, chunks in pooled.items():
             self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
+
+    def _scaled(self, sets: Tensor, view_gains: tuple[float, ...]) -> Tensor:
+        """Sets (b, D, N) in float32, the samples of each view times its gain."""
+        if not any(view_gains):
+            return sets.float()
+        gains = torch.tensor(view_gains).exp().repeat_interleave(torch.tensor(self.places))
+        return sets.float() * gains.to(sets.device)
 
     def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
         return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
@@ -515,6 +546,13 @@ class _Search:
 
 
 def _moved(setting: Setting, axis: str, amount: float) -> Setting:
+    def rounded(value: float) -> float:
+        return float(f'{value:.6g}')  # so that a step and a step back lead to where one was
+
+    if axis.startswith('view '):
+        gains, view = list(setting.view_gains), int(axis.split()[1])
+        gains[view] = rounded(gains[view] + amount)
+        return setting._replace(view_gains=tuple(gains))
     value = getattr(setting, axis)
     value = value + amount if axis == 'power' else value * math.exp(amount)
-    return setting._replace(**{axis: float(f'{value:.6g}')})  # so that a step and a step back lead to where one was
+    return setting._replace(**{axis: rounded(value)})

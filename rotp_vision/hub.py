@@ -28,7 +28,7 @@ from torch import nn
 from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import convert, revert, rot_pools
+from rotp_vision.surgery import Views, convert, revert, rot_pools, views
 from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.freeze import classifiers
 
@@ -176,7 +176,7 @@ def save_pretrained(
     build it, without weights, and a warning names a layer that differs (stride, dropout, …); pass `model_args` then.
 
     Args:
-        model: a converted model, or a `ROTPResNet`.
+        model: a converted model, a `ROTPResNet`, or either with `views`.
         directory: the directory to write; it must not exist unless `force`.
         base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'. By default the
             architecture in the `pretrained_cfg` of a timm model.
@@ -197,7 +197,8 @@ def save_pretrained(
     target = Path(directory)
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
-    pools = rot_pools(model)
+    inner = model.model if isinstance(model, Views) else model
+    pools = rot_pools(inner)
     if not pools:
         raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {})
@@ -205,11 +206,11 @@ def save_pretrained(
     if base is None:
         raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
     native_args = dict(model_args or {})
-    channels = image_channels(model)
+    channels = image_channels(inner)
     other_images = channels not in (None, 3)
     if other_images:
         native_args.setdefault('in_chans', channels)
-    if isinstance(model, ROTPResNet):
+    if isinstance(inner, ROTPResNet):
         architecture = base
         # All of the options, because the variant would fill in those that are left out.
         arguments = native_args | {
@@ -218,7 +219,7 @@ def save_pretrained(
             if path in pools
         }
         if 'global_pool' not in pools:
-            arguments['global_pool'] = model.global_pool.pool_type
+            arguments['global_pool'] = inner.global_pool.pool_type
     else:
         architecture = 'rotp_converted'
         options = {path: pool.options.to_dict() for path, pool in pools.items()}
@@ -226,6 +227,10 @@ def save_pretrained(
         folded = [path for path, pool in pools.items() if pool.gain_folded]
         if folded:
             arguments['folded'] = folded
+    if isinstance(model, Views):
+        if architecture != 'rotp_converted':
+            architecture, arguments = 'rotp_converted', {'base': base, 'base_args': arguments, 'pools': {}}
+        arguments['sizes'] = list(model.sizes)
     num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -296,8 +301,8 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """The representation of every module except ROT pools, whose representation shows learned values."""
-    pools = tuple(rot_pools(model))
+    """The representation of every module except ROT pools and gains, whose representation shows learned values."""
+    pools = tuple(rot_pools(model)) + (('gain',) if isinstance(model, Views) else ())
     said: dict[str, str] = {}
     for path, module in model.named_modules():
         if path in pools or path.startswith(tuple(f'{pool}.' for pool in pools)):
@@ -408,6 +413,7 @@ def build_converted(
     base_args: Mapping[str, Any] | None = None,
     pools: Mapping[str, Mapping[str, Any]] | None = None,
     folded: Sequence[str] = (),
+    sizes: Sequence[int] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """The network of `rotp_converted`, which is registered in timm: any network with converted pools.
@@ -418,6 +424,7 @@ def build_converted(
         base_args: arguments of the native network.
         pools: options of each converted pool by its path; None for the default global pooling.
         folded: paths of the pools whose gain was folded.
+        sizes: of the views; None for a network without.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     refuse_foreign(base, base_args or {})
@@ -426,6 +433,8 @@ def build_converted(
         _refuse_pickle(Path(cfg.file or ''))
     kwargs.pop('pretrained_model_args', None)  # timm from 1.0.31 on passes those of config.json once more
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
+    if sizes and ('global_pool' in kwargs or 'features_only' in kwargs):
+        raise ValueError('the network pools several views: load it as it is, and use its part `model`')
     if 'global_pool' in kwargs or 'features_only' in kwargs:
         # Without its global pool, or with another one, the network is the native one.
         whole = build_converted(
@@ -449,6 +458,8 @@ def build_converted(
             convert(model, pool_options(options), where=[path])
         for path in folded:
             rot_pools(model)[path].gain_folded = True
+        if sizes:
+            model = views(model, sizes)
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)

@@ -55,7 +55,8 @@ class PoolOptions:
         view: what the plan is computed from: 'identity' (the paper), 'rms' (each feature over its root mean square
             across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
-        backend: the implementation; 'auto' uses the explicit operators of 'torch' where they exist.
+        backend: the implementation; 'auto' is 'triton' on CUDA where that applies and has passed a check at first use,
+            and else the operators of 'torch'.
 
     Example:
         >>> from rotp_vision import PoolOptions

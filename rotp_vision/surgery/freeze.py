@@ -7,6 +7,7 @@ from torch import nn
 
 from rotp_vision.surgery.classes import change, changes_of
 from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
+from rotp_vision.surgery.views import Views
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -82,6 +83,7 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
         raise ValueError("the ROT pools have nothing to train: their options say learn='fixed'")
+    pools += [module.gain for module in model.modules() if isinstance(module, Views)]
     return pools if train == 'pool' else [*pools, *classifiers(model)]
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
@@ -58,7 +59,7 @@ class Collected(NamedTuple):
     sets: list[Tensor]  # (b, D, N) chunks
     targets: Tensor  # (images,)
     logits: Tensor  # (images, classes)
-    image_shape: torch.Size  # (C, H, W)
+    example: Any  # an image (1, C, H, W) of zeros, or a list of them where the loader gives several views
 
 
 def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, Tensor]], max_images: int) -> Collected:
@@ -66,18 +67,19 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
     device = next(model.parameters()).device
     seen: list[tuple] = []
     hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args))
-    sets, targets, logits, shape = [], [], [], None
+    sets, targets, logits, shapes, example = [], [], [], None, None
     count = 0
     try:
         for batch in loader:
             images, labels = _checked(batch)
-            shape = shape or images.shape[1:]
-            if images.shape[1:] != shape:
-                raise ValueError(
-                    f'loader must give images of one size, got {tuple(shape)} and {tuple(images.shape[1:])}'
-                )
-            keep = min(len(images), max_images - count)
-            logits.append(model(images[:keep].to(device)).float())
+            now = [tuple(view.shape[1:]) for view in tree_leaves(images)]
+            shapes = shapes or now
+            if shapes != now:
+                raise ValueError(f'loader must give images of one size, got {shapes[0]} and {now[0]}')
+            keep = min(len(labels), max_images - count)
+            images = tree_map(lambda view: view[:keep].to(device), images)  # noqa: B023
+            logits.append(model(images).float())
+            example = tree_map(lambda view: torch.zeros_like(view[:1]), images)
             features, *others = seen.pop()
             if any(other is not None for other in others):
                 raise ValueError('the model calls its pool with a mask, which is not supported here')
@@ -96,25 +98,29 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
                 break
     finally:
         hook.remove()
-    if shape is None:
+    if example is None:
         raise ValueError('loader must give at least one batch of (images, class indices), got none')
-    return Collected(sets, torch.cat(targets), torch.cat(logits), shape)
+    return Collected(sets, torch.cat(targets), torch.cat(logits), example)
 
 
-def _checked(batch: Any) -> tuple[Tensor, Tensor]:
-    """Images and class indices of a batch of the loader; raises if it holds something else."""
+def _checked(batch: Any) -> tuple[Any, Tensor]:
+    """Images, or a list of views of them, and class indices of a batch; raises if it holds something else."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
     images, labels = batch
-    if not isinstance(images, Tensor) or images.dim() != 4 or not images.is_floating_point():
-        got = f'{images.dtype} {tuple(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(
-            f"images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got {got}"
-        )
+    images = list(images) if isinstance(images, (tuple, list)) else images
+    for view in images if isinstance(images, list) and images else [images]:
+        if not isinstance(view, Tensor) or view.dim() != 4 or not view.is_floating_point():
+            got = f'{view.dtype} {tuple(view.shape)}' if isinstance(view, Tensor) else type(view).__name__
+            raise ValueError(
+                "images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got "
+                f'{got}'
+            )
+    count = len(tree_leaves(images)[0])
     labels = torch.as_tensor(labels)
-    if labels.shape != images.shape[:1] or labels.is_floating_point():
+    if labels.shape != (count,) or labels.is_floating_point():
         raise ValueError(
-            f'labels of the loader must be class indices ({len(images)},), got {labels.dtype} {tuple(labels.shape)}'
+            f'labels of the loader must be class indices ({count},), got {labels.dtype} {tuple(labels.shape)}'
         )
     return images, labels.long()
 
@@ -132,9 +138,9 @@ class Head:
     """
 
     def __init__(self, model: nn.Module, pool: GlobalPool, collected: Collected):
-        self.model, self.pool, self.image_shape = model, pool, collected.image_shape
+        self.model, self.pool, self.example = model, pool, collected.example
         self.dtype = next(model.parameters()).dtype
-        ran, _ = run_layers(model, (collected.targets.new_zeros(1, *self.image_shape, dtype=self.dtype),))
+        ran, _ = run_layers(model, (self._images(1),))
         pools = [place for place, call in enumerate(ran) if call.module is pool]
         self.modules = [call.module for call in ran[pools[-1] + 1 :]]
         with torch.no_grad():
@@ -173,13 +179,16 @@ class Head:
         if not self.modules:
             hook = self.pool.register_forward_hook(lambda *_: self._shaped(pooled))
             try:
-                return self.model(pooled.new_zeros(len(pooled), *self.image_shape))
+                return self.model(self._images(len(pooled)))
             finally:
                 hook.remove()
         x = self._shaped(pooled)
         for module in self.modules:
             x = module(x.flatten(1) if isinstance(module, nn.Linear) else x)
         return x.flatten(1)
+
+    def _images(self, count: int) -> Any:
+        return tree_map(lambda view: view.new_zeros(count, *view.shape[1:], dtype=self.dtype), self.example)
 
     def _shaped(self, pooled: Tensor) -> Tensor:
         return self.pool.shaped(pooled) if isinstance(self.pool, GlobalROTPool2d) else pooled

@@ -1,160 +1,239 @@
-"""Metrics of the evidence on hand-made numbers, and the whole command on tiny random maps."""
+"""The parts of the evidence on hand-made numbers, and the whole command on generated images."""
 
+import io
+
+import numpy as np
 import pytest
 import torch
-from scipy import stats
+from datasets import Dataset, Image
+from PIL import Image as Pillow
 from torch import nn
 
-from benchmarks import evidence, small_objects
-from benchmarks.evidence_poolings import (
-    AVERAGE,
-    AVERAGE_GAIN,
-    GAINS,
-    POOLINGS,
-    POWERS,
-    MeanMax,
-    Outcome,
-    PowerMean,
-    Recipe,
-    calibration_error,
-    choose_start,
-    fit,
-    judge,
-    paired_test,
-    per_image,
-    split,
-)
+from benchmarks import evidence, evidence_boxes, evidence_classes, real_data, small_objects
+from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, GEM, OURS, PEERS, Maps, gem, judge_peers, mean_max
+from benchmarks.evidence_report import Setting, of_classes, verdict
 from benchmarks.paper import Results
+from benchmarks.real_data import NETWORKS, maps_of
 from rotp_vision.layers import MixedROTPool2d
 
-TINY = Recipe(fit=40, choose=20, judge=24, batch=10)
+RESNET = NETWORKS[0]
 
 
-@pytest.fixture(scope='module')
-def data():
-    """Maps (images, 8, 3, 3) whose mean says the class once it is halved: a gain of 1/2 is right."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.randint(6, (80,), generator=generator)
-    maps = torch.rand(80, 8, 3, 3, generator=generator)
-    maps[torch.arange(80), labels] += 1.0
-    classifier = nn.Linear(8, 6)
-    with torch.no_grad():
-        classifier.weight.copy_(8 * torch.eye(6, 8))
-        classifier.bias.zero_()
-    return maps, labels, classifier.requires_grad_(False)
+def test_split_is_disjoint_and_seeded():
+    fit, judged = evidence.split(100, 40)
+    assert sorted([*fit.tolist(), *judged.tolist()]) == list(range(100))
+    assert len(fit) == 40
+    assert torch.equal(evidence.split(100, 40)[0], fit)
 
 
-def test_split_is_disjoint_seeded_and_of_the_sizes_asked_for():
-    to_fit, to_judge = split(100, TINY, seed=1)
-    assert (len(to_fit), len(to_judge)) == (40, 24)
-    assert not set(to_fit.tolist()) & set(to_judge.tolist())
-    assert torch.equal(split(100, TINY, seed=1)[1], to_judge)
-    assert not torch.equal(split(100, TINY, seed=2)[1], to_judge)
-    with pytest.raises(ValueError, match='fit must leave images of 40'):
-        split(40, TINY, seed=0)
-
-
-def test_calibration_error():
-    # Two bins of fifteen: 3 images at 0.9 of which 2 are right, 1 at 0.5 which is right.
-    confidence, correct = torch.tensor([0.9, 0.9, 0.9, 0.5]), torch.tensor([1.0, 1.0, 0.0, 1.0])
-    expected = 3 / 4 * abs(2 / 3 - 0.9) + 1 / 4 * abs(1 - 0.5)
-    assert calibration_error(confidence, correct) == pytest.approx(expected, rel=1e-6)
-    assert calibration_error(torch.ones(5), torch.ones(5)) == 0
-    # In one bin the two errors, of opposite sign, cancel in part: accuracy 3/4, mean confidence 0.8.
-    assert calibration_error(confidence, correct, num_bins=1) == pytest.approx(0.8 - 3 / 4, rel=1e-6)
-
-
-def test_paired_test_agrees_with_scipy():
-    generator = torch.Generator().manual_seed(0)
-    ours = torch.randn(5000, generator=generator, dtype=torch.float64)
-    theirs = ours + 0.3 * torch.randn(5000, generator=generator, dtype=torch.float64) + 0.01
-    change, error, p = paired_test(ours - theirs)
-    expected = stats.ttest_rel(ours, theirs)
-    assert change == pytest.approx((ours - theirs).mean().item())
-    assert change / error == pytest.approx(expected.statistic)
-    assert p == pytest.approx(expected.pvalue, rel=1e-2)  # t with 4999 degrees of freedom against normal
-    assert paired_test(torch.zeros(10)) == (0.0, 0.0, 1.0)
-
-
-def test_per_image_averages_over_the_seeds_that_judged_the_image():
-    def outcome(index, loss):
-        loss = torch.tensor(loss)
-        return Outcome(torch.tensor(index), loss, loss, loss, loss)
-
-    ours = [outcome([0, 1], [3.0, 5.0]), outcome([1, 3], [2.0, 1.0])]
-    theirs = [outcome([0, 1], [1.0, 1.0]), outcome([1, 3], [0.0, 1.0])]
-    assert per_image(ours, theirs, 'loss', 5).tolist() == [2.0, 3.0, 0.0]
-    with pytest.raises(ValueError, match='the same images'):
-        per_image(ours, theirs[::-1], 'loss', 5)
-
-
-def test_judge(data):
-    maps, labels, classifier = data
-    index = torch.tensor([4, 7, 9])
-    outcome = judge(POOLINGS[AVERAGE](8), classifier, maps, labels, index)
-    logits = classifier(maps[index].mean((2, 3)))
-    assert torch.allclose(outcome.loss, logits.log_softmax(1)[range(3), labels[index]].neg())
-    assert outcome.top1.tolist() == (logits.argmax(1) == labels[index]).float().tolist()
-
-
-def test_start_is_the_best_of_the_grid(data):
-    maps, labels, classifier = data
-    pool = PowerMean(gain=True)
-    choose_start(pool, classifier, maps, labels)
-
-    def loss(power, gain):
-        pooled = maps.flatten(2).pow(power).mean(2).pow(1 / power)
-        return nn.functional.cross_entropy(classifier(gain * pooled), labels).item()
-
-    assert (pool.power().item(), pool.gain().item()) == pytest.approx(
-        min(((power, gain) for power in POWERS for gain in GAINS), key=lambda pair: loss(*pair))
-    )
+def test_gem_with_a_prior():
+    sets = torch.rand(2, 3, 5)
+    assert torch.allclose(gem(sets, 3.0), sets.pow(3).mean(2).pow(1 / 3))
+    weights = sets.norm(dim=1).pow(2)
+    weights = (weights / weights.sum(1, keepdim=True)).unsqueeze(1)
+    assert torch.allclose(gem(sets, 3.0, 2.0), (weights * sets.pow(3)).sum(2).pow(1 / 3), atol=1e-6)
 
 
 def test_mean_max_is_the_mixed_pooling():
     x = torch.rand(3, 8, 4, 4)
-    mixed, plain = MixedROTPool2d.mean_max(), MeanMax()
-    plain.set_share(0.7)
+    mixed = MixedROTPool2d.mean_max()
     with torch.no_grad():
-        mixed.omega.copy_(plain.omega)
-    assert torch.allclose(plain(x), mixed(x), atol=1e-5)
-    assert torch.allclose(plain(x), 0.7 * x.mean((2, 3)) + 0.3 * x.amax((2, 3)))
+        mixed.omega.copy_(torch.tensor([0.7, 0.3]).log())
+    assert torch.allclose(mean_max(x.flatten(2), 0.7), mixed(x), atol=1e-5)
 
 
-@pytest.mark.parametrize('name', POOLINGS)
-def test_every_pooling_is_fitted(data, name):
-    maps, labels, classifier = data
+@pytest.fixture(scope='module')
+def halved():
+    """Maps whose mean says the class once it is halved, and a classifier: a gain of 1/2 is right."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(6, (80,), generator=generator)
+    maps = torch.rand(80, 8, 3, 3, generator=generator)
+    maps[torch.arange(80), labels] += 0.2
+    classifier = nn.Linear(8, 6).requires_grad_(False)
+    classifier.weight.copy_(8 * torch.eye(6, 8))
+    classifier.bias.copy_(torch.linspace(0, 1, 6))
+    return Maps([maps], labels), classifier
+
+
+def test_peers_choose_on_some_images_and_are_judged_on_others(halved):
+    maps, classifier = halved
+    fit, judged = torch.arange(40), torch.arange(40, 80)
+    outcomes = judge_peers(list(PEERS), classifier, maps, fit, judged)
+
+    def loss(images, power, gain):
+        logits = classifier(gain * gem(maps.sets(images), power))
+        return nn.functional.cross_entropy(logits, maps.labels[images], reduction='none')
+
+    assert torch.allclose(outcomes[AVERAGE].loss, loss(judged, 1.0, 1.0), atol=1e-4)
+    chosen = outcomes[GEM].setting
+    power, gain = (float(part.split()[-1]) for part in chosen.split(', '))
+    assert torch.allclose(outcomes[GEM].loss, loss(judged, power, gain), atol=2e-2)  # the gain is printed in short
+    best = loss(fit, power, gain).mean()
+    assert best < min(loss(fit, power, factor * gain).mean() for factor in (0.9, 1.1))
+    assert all(best <= loss(fit, other, gain).mean() + 1e-4 for other in (1.25, 2.0, 5.0) if other != power)
+    assert torch.equal(outcomes[AVERAGE].right, outcomes[AVERAGE].right.round())
+
+
+def test_two_views(halved):
+    """Average pooling alone sees but the first view; a gain on the second is chosen if it helps."""
+    maps, classifier = halved
+    both = Maps([maps.views[0], torch.zeros(80, 8, 2, 2)], maps.labels)
+    assert both.places == [9, 4]
+    assert torch.equal(both.sets(torch.tensor([3]))[:, :, :9], maps.sets(torch.tensor([3])))
+    outcomes = judge_peers([AVERAGE, AVERAGE_GAIN], classifier, both, torch.arange(40), torch.arange(40, 80))
+    alone = judge_peers([AVERAGE, AVERAGE_GAIN], classifier, maps, torch.arange(40), torch.arange(40, 80))
+    assert torch.equal(outcomes[AVERAGE].loss, alone[AVERAGE].loss)
+    assert torch.allclose(outcomes[AVERAGE_GAIN].loss, alone[AVERAGE_GAIN].loss, atol=1e-2)  # the gain makes up for it
+    assert 'sizes times' in outcomes[AVERAGE_GAIN].setting
+
+
+def test_labels_are_drawn_from_other_groups_than_those_judged():
+    groups = torch.arange(120) // 4
+    targets = groups % 3
+    fit, judged = evidence_classes.draw(targets, groups, 5, seed=1)
+    assert targets[fit].bincount().tolist() == [5, 5, 5]
+    assert not set(groups[fit].tolist()) & set(groups[judged].tolist())
+    assert len(groups[fit][targets[fit] == 0].unique()) == 5  # as many groups as images
+    assert not torch.equal(evidence_classes.draw(targets, groups, 5, seed=2)[0], fit)
+
+
+def test_coverage_of_a_box():
+    network = RESNET._replace(resize=8, size=4)
+    # An image of 16 × 8 in which the crop shows columns 6 to 10 and rows 2 to 6; the box covers its right half.
+    inside = evidence_boxes.coverage(network, 16, 8, [(8, 0, 16, 8)], 2)
+    assert inside.tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    assert evidence_boxes.coverage(network, 32, 16, [(12, 4, 14, 6)], 2)[0, 0].item() == pytest.approx(0.25)
+
+
+def test_maps_are_made_equally_sharp():
+    energy = torch.rand(5, 49, generator=torch.Generator().manual_seed(0)).pow(3)
+    sharp = evidence_boxes.sharpened(energy / energy.sum(1, keepdim=True))
+    assert torch.special.entr(sharp).sum(1).exp().tolist() == pytest.approx([8.0] * 5, rel=1e-3)
+    assert torch.equal(sharp.argsort(1), energy.argsort(1))
+
+
+def setting(task, family, **scores):
+    shares = {name: torch.full((4,), score / 4) for name, score in scores.items()}
+    return Setting('ResNet-50', family, task, shares, {}, dict.fromkeys(scores, ''))
+
+
+def test_regret_and_verdict():
+    one = setting('a', 'plain', **{AVERAGE: 60.0, GEM: 64.0, OURS: 63.0})
+    two = setting('b', 'small objects', **{AVERAGE: 40.0, GEM: 41.0, OURS: 45.0})
+    assert one.regrets == {AVERAGE: 4.0, GEM: 0.0, OURS: 1.0}
+    assert one.difference(OURS, AVERAGE) == pytest.approx((3.0, 3.0, 3.0))
+    lines = verdict([one, two])
+    assert f'{OURS} 0.50, {GEM} 2.00, {AVERAGE} 4.50. Ours is number 1 of 3' in lines[0]
+    assert 'the worst in 0' in lines[1]
+    assert 'gains +5.00 points' in lines[2]
+    assert 'the worst in 1 of them: ResNet-50, c' in verdict([setting('c', 'plain', **{AVERAGE: 2.0, OURS: 1.0})])[1]
+
+
+def test_the_interval_is_over_groups():
+    """Three images of one group that are right together are one event, not three."""
+    judged = torch.arange(6)
+    found = {
+        'targets': torch.tensor([0, 0, 0, 1, 1, 1]),
+        'groups': torch.tensor([4, 4, 4, 7, 8, 9]),
+        'runs': [
+            {'labels': 5, 'judged': judged, 'setting': {}, 'right': {OURS: torch.ones(6), AVERAGE: torch.zeros(6)}}
+        ],
+    }
+    result = of_classes('ResNet-50', 'foda15', found, 5)
+    assert result.scores == pytest.approx({OURS: 100.0, AVERAGE: 0.0})
+    assert len(result.shares[OURS]) == 4
+    assert sorted(result.shares[OURS].tolist()) == pytest.approx([100 / 6, 100 / 6, 100 / 6, 50.0])
+    _, low, high = result.difference(OURS, AVERAGE)
+    assert low < 70 < 130 < high
+
+
+BUILDERS = """
+import timm, torch
+
+def resnet50_v1_in1k():
     torch.manual_seed(0)
-    pool = POOLINGS[name](8)
-    to_fit, to_judge = split(len(labels), TINY, seed=0)
-    before = [parameter.detach().clone() for parameter in pool.parameters()]
-    fit(pool, classifier, maps, labels, to_fit, TINY, seed=0)
-    assert all(not torch.equal(old, new) for old, new in zip(before, pool.parameters(), strict=True))
-    assert judge(pool, classifier, maps, labels, to_judge).loss.isfinite().all()
+    return timm.create_model('test_resnet', num_classes=4)
+"""
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+    """A data directory with a tiny network and generated photos, whose colour tells the class."""
+    root = tmp_path_factory.mktemp('data')
+    (root / 'images').mkdir()
+    (root / 'builders.py').write_text(BUILDERS)
+    random = np.random.default_rng(0)
+
+    def rows(count, classes, label):
+        made = []
+        for i in range(count):
+            pixels = random.integers(0, 120, (64, 80, 3), dtype=np.uint8)
+            pixels[10:40, 10:50, i % classes % 3] = 255
+            file = io.BytesIO()
+            Pillow.fromarray(pixels).save(file, 'PNG')
+            made.append(
+                {
+                    'image': {'bytes': file.getvalue(), 'path': None},
+                    label: i % classes,
+                    'group': str(i // classes),
+                    'file': f'{i}.png',
+                }
+            )
+        return made
+
+    for name, count, classes, label in (('in1k_dev', 40, 4, 'imagenet_index'), ('foda15', 45, 3, 'label')):
+        table = Dataset.from_list(rows(count, classes, label)).cast_column('image', Image())
+        table.to_parquet(root / 'images' / f'{name}.parquet')
+    boxes = ''.join(f'{i}.png,80,64,10,10,{20 if i % 2 else 50},40\n' for i in range(40))
+    (root / 'images' / 'in1k_dev_boxes.csv').write_text('file,width,height,x0,y0,x1,y1\n' + boxes)
+    return root
+
+
+def test_maps_go_on_where_they_were(data, tmp_path, monkeypatch):
+    monkeypatch.setattr(real_data, 'SHARD', 8)
+    model = real_data.build(RESNET, data)
+    whole, labels = maps_of(RESNET, model, data, tmp_path / 'a', 20, 'half-sharp')
+    calls = 0
+
+    def stop(x, forward=model.forward_features):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return forward(x)
+
+    monkeypatch.setattr(model, 'forward_features', stop)
+    with pytest.raises(KeyboardInterrupt):
+        maps_of(RESNET, model, data, tmp_path / 'b', 20, 'half-sharp')
+    again, same = maps_of(RESNET, model, data, tmp_path / 'b', 20, 'half-sharp')
+    assert calls == 2 + 2  # of three shards the first was kept
+    assert torch.equal(again, whole)
+    assert torch.equal(same, labels)
 
 
 def test_command(data, tmp_path, monkeypatch, capsys):
-    """Fits, keeps, goes on where it was, and puts tables and plots in their places on the page."""
-    maps, labels, classifier = data
-    model = nn.Module()
-    model.get_classifier = lambda: classifier
-    monkeypatch.setattr(evidence, 'build', lambda *_: model)
-    monkeypatch.setattr(evidence, 'maps_of', lambda *_: (maps, labels))
-    monkeypatch.setattr(evidence, 'Recipe', lambda: TINY)
+    """Judges, keeps, goes on where it was, and puts tables and plots in their places on the page."""
     monkeypatch.setattr(torch, 'set_flush_denormal', lambda _: None)  # other tests count on them
-    names = (AVERAGE, AVERAGE_GAIN, 'Sinkhorn rms, gain')
-    monkeypatch.setattr(evidence, 'POOLINGS', {name: POOLINGS[name] for name in names})
+    monkeypatch.setattr(evidence_classes, 'LABELS', (5,))
+    monkeypatch.setattr(evidence_classes, 'TRAINED_LABELS', 5)
+    monkeypatch.setattr(evidence_classes, 'SPLITS', 1)
+    monkeypatch.setattr(evidence_classes, 'STEPS', 2)
     page = tmp_path / 'EVIDENCE.md'
-    page.write_text('<!-- table: resnet50_v1_in1k_poolings -->\n<!-- end -->\n')
-    command = ['--data', '.', '--networks', 'resnet50_v1_in1k', '--seeds', '2', '--threads', '1']
-    command += ['--output', str(tmp_path / 'out'), '--page', str(page)]
+    tables = ('verdict', 'tasks_regret', 'tasks_scores_resnet', 'tasks_differences', 'tasks_losses', 'boxes')
+    page.write_text(''.join(f'<!-- table: {name} -->\n<!-- end -->\n' for name in tables))
+    command = ['--data', str(data), '--cache', str(tmp_path / 'maps'), '--output', str(tmp_path / 'out')]
+    command += ['--page', str(page), '--threads', '1', '--fit', '20', '--networks', 'resnet50_v1_in1k']
+    command += ['--tasks', 'plain', '224 + 384', '--classes', 'foda15']
     evidence.main(command)
-    assert capsys.readouterr().out.count('cross-entropy') == 6
+    assert 'images, each judged by a fit' in capsys.readouterr().out
     first = page.read_text('utf-8')
-    assert all(f'| {name} |' in first for name in names)
-    assert (tmp_path / 'figures' / 'evidence_poolings.png').exists()
+    assert all(f'| {name} |' in first for name in (*PEERS, OURS, *evidence_classes.TRAINED, '224 + 384 px'))
+    assert 'foda15, 5 labels' in first
+    assert '| box under 15 % |' in first
+    assert '| box under 15 % (' in first
+    assert (tmp_path / 'figures' / 'evidence_regret.png').stat().st_size > 5000
+    monkeypatch.setattr(evidence, 'run_task', lambda *_: pytest.fail('judged twice'))
     evidence.main(command)
-    assert capsys.readouterr().out.count('cross-entropy') == 0
     assert page.read_text('utf-8') == first
 
 

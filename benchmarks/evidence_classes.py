@@ -1,0 +1,180 @@
+"""New classes on frozen maps, part of evidence.py: ridge classifiers by pooling, and two poolings that are trained."""
+
+import argparse
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.csgraph import connected_components
+from timm.layers import SimPool2d
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks import evidence_report
+from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS, Maps, pooled
+from benchmarks.real_data import Network, column_of, maps_of
+from rotp_vision.probing import fit_probe
+from rotp_vision.probing.fit import balanced_accuracy
+from rotp_vision.probing.ridge import RidgeFolds, assign_folds
+
+DATASETS = ('foda15', 'magnetic_tile6', 'cub25')
+LABELS = (5, 20, 60)  # of each class; all that there are where there are fewer
+SPLITS = 3
+TRAINED_LABELS = 20  # the number at which the trained poolings are run, as they take minutes
+FOLDS = 3  # of which one is judged
+STEPS, BATCH, LR = 60, 32, 1e-3  # of the trained poolings
+NEAR = 0.985  # cosine of average features from which on two images count as one group
+
+
+class ABMIL(nn.Module):
+    """Attention-based multiple instance pooling (Ilse et al., 2018): Σ_n softmax_n(wᵀ tanh(V x_n)) x_n."""
+
+    def __init__(self, num_features: int, width: int = 128):
+        super().__init__()
+        self.score = nn.Sequential(nn.Linear(num_features, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        instances = x.flatten(2).transpose(1, 2)  # (B, N, C)
+        return (self.score(instances).softmax(1) * instances).sum(1)
+
+
+TRAINED: dict[str, Callable[[int], nn.Module]] = {'ABMIL (trained)': ABMIL, 'SimPool (trained)': SimPool2d}
+
+
+def groups_of(network: Network, args: argparse.Namespace, dataset: str, features: Tensor) -> Tensor:
+    """(images,) numbers of the groups that must not be divided: by their column, or by likeness where it has none."""
+    names = column_of(network._replace(images=dataset), args.data, 'group', args.limit)
+    groups = torch.from_numpy(np.unique(names, return_inverse=True)[1])
+    if dataset != 'magnetic_tile6':
+        return groups
+    unit = F.normalize(features.float())
+    return torch.from_numpy(connected_components((unit @ unit.T > NEAR).numpy(), directed=False)[1]).long()
+
+
+def draw(targets: Tensor, groups: Tensor, labels: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of `labels` images of each class, from as many groups as there are, and of the images of other groups."""
+    folds = assign_folds(targets, groups, FOLDS, seed)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = []
+    for label in targets.unique().tolist():
+        mine = ((targets == label) & (folds != 0)).nonzero().squeeze(1)
+        mine = mine[torch.randperm(len(mine), generator=generator)]
+        turn = torch.empty(len(mine))  # which image of its group it is, so that all groups have their turn
+        for group in groups[mine].unique().tolist():
+            own = groups[mine] == group
+            turn[own] = torch.arange(int(own.sum()), dtype=turn.dtype)
+        chosen.append(mine[turn.argsort(stable=True)][:labels])
+    return torch.cat(chosen), (folds == 0).nonzero().squeeze(1)
+
+
+def run(network: Network, model: nn.Module, args: argparse.Namespace, kept: Callable) -> list[evidence_report.Setting]:
+    settings = []
+    for dataset in args.classes:
+        stem = args.output / 'judged' / f'{network.builder}-{dataset}'
+        found = kept(stem.with_suffix('.pt'), args.finished_only, lambda: measure(network, model, args, dataset))  # noqa: B023
+        if found is None:
+            continue
+        path = stem.with_name(f'{stem.name}-trained.pt')
+        trained = kept(path, args.finished_only, lambda: train(network, model, args, dataset, found))  # noqa: B023
+        for run, rights in zip(found['runs'], (trained or {}).get('right', []), strict=False):
+            run['right'] |= rights
+        settings += [evidence_report.of_classes(network.name, dataset, found, labels) for labels in found['labels']]
+    return settings
+
+
+def measure(network: Network, model: nn.Module, args: argparse.Namespace, dataset: str) -> dict[str, Any]:
+    """Right predictions of every pooling on held-out groups, by number of labels and split."""
+    maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
+    features = _pool_all(maps, targets)
+    groups = groups_of(network, args, dataset, features[AVERAGE, 0])
+    most = int(targets.bincount().min()) * (FOLDS - 1) // FOLDS
+    numbers = [labels for labels in LABELS if labels <= most or labels == min(n for n in LABELS if n >= min(most, 60))]
+    runs = []
+    for labels in numbers:
+        for seed in range(SPLITS):
+            fit, judged = draw(targets, groups, labels, seed)
+            rights, said = {}, {}
+            for name in PEERS:
+                rights[name], said[name] = _judge_peer(name, features, targets, groups, fit, judged)
+            result = fit_probe(maps[fit], targets[fit], groups[fit])
+            predicted = torch.cat([result.predict(maps[part]) for part in judged.split(CHUNK)])
+            rights[OURS] = (predicted == targets[judged]).float()
+            said[OURS] = f'{result.chosen.name} {result.chosen.pooling.setting}'
+            runs.append({'labels': labels, 'fit': fit, 'judged': judged, 'right': rights, 'setting': said})
+            shown = ', '.join(f'{n} {100 * balanced_accuracy(r, targets[judged]):.1f}' for n, r in rights.items())
+            print(f'{network.name}, {dataset}, {labels} labels, split {seed}: {shown}; ours: {said[OURS]}', flush=True)
+    return {'labels': numbers, 'runs': runs, 'targets': targets, 'groups': groups}
+
+
+def train(
+    network: Network, model: nn.Module, args: argparse.Namespace, dataset: str, found: dict[str, Any]
+) -> dict[str, Any]:
+    """Right predictions of the trained poolings on the same images, run by run; none where they are not run."""
+    maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
+    rights = []
+    for place, run in enumerate(found['runs']):
+        images = run['fit'], run['judged']
+        makes = TRAINED.items() if run['labels'] == TRAINED_LABELS else ()
+        rights.append({name: _train(make, maps, targets, *images, seed=place) for name, make in makes})
+    return {'right': rights}
+
+
+def _pool_all(maps: Tensor, targets: Tensor) -> dict[tuple[str, int], Tensor]:
+    """(images, C) features by every setting of every peer. A gain changes nothing here."""
+    pools = {
+        (name, place): pool
+        for name, settings in PEERS.items()
+        if name != AVERAGE_GAIN
+        for place, (_, pool) in enumerate(settings)
+    }
+    return pooled(pools, Maps([maps], targets), torch.arange(len(maps)))
+
+
+def _judge_peer(
+    name: str, features: dict[tuple[str, int], Tensor], targets: Tensor, groups: Tensor, fit: Tensor, judged: Tensor
+) -> tuple[Tensor, str]:
+    """Right predictions of a ridge classifier on the setting that does best in cross-validation, and that setting."""
+    family = AVERAGE if name == AVERAGE_GAIN else name
+    num_classes = int(targets.max()) + 1
+    folds = assign_folds(targets[fit], groups[fit], 5)
+
+    def score(place: int) -> float:
+        ridge = RidgeFolds(features[family, place][fit], targets[fit], folds, num_classes)
+        right = torch.empty(len(fit))
+        for k in range(ridge.num_folds):
+            images, logits = ridge.held_out(k)
+            right[images] = (logits.argmax(1) == targets[fit][images]).float()
+        return balanced_accuracy(right, targets[fit])
+
+    places = range(len(PEERS[family]))
+    place = max(places, key=score) if len(places) > 1 else 0
+    chosen = features[family, place]
+    classifier = RidgeFolds(chosen[fit], targets[fit], torch.zeros_like(fit), num_classes).classifier()
+    predicted = classifier(chosen[judged]).argmax(1)
+    return (predicted == targets[judged]).float(), PEERS[family][place][0]
+
+
+def _train(
+    make: Callable[[int], nn.Module], maps: Tensor, targets: Tensor, fit: Tensor, judged: Tensor, seed: int
+) -> Tensor:
+    """Right predictions of a pooling that is trained with its classifier: AdamW, cosine, the same budget for each."""
+    torch.manual_seed(seed)
+    scale = 1 / float(maps[fit].float().std())
+    width, num_classes = maps.shape[1], int(targets.max()) + 1
+    network = nn.Sequential(make(width), nn.BatchNorm1d(width, affine=False), nn.Linear(width, num_classes))
+    optimizer = torch.optim.AdamW(network.parameters(), LR)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(STEPS):
+        batch = fit[torch.randint(len(fit), (BATCH,), generator=generator)]
+        loss = F.cross_entropy(network(scale * maps[batch].float()), targets[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    network = copy.copy(network).eval()
+    with torch.inference_mode():
+        predicted = [network(scale * maps[part].float()).argmax(1) for part in judged.split(CHUNK)]
+    return (torch.cat(predicted) == targets[judged]).float()

@@ -1,0 +1,235 @@
+import copy
+import math
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.data import resolve_model_data_config
+from torch import nn
+from torch.nn import functional as F
+
+import rotp_vision
+from rotp_vision import calibrate, convert, freeze, load_pretrained, revert, save_pretrained, views
+from rotp_vision.evaluation import compare
+from rotp_vision.visualize import pool_maps
+
+x = torch.linspace(-2, 2, 2 * 3 * 96 * 96).sin().view(2, 3, 96, 96)
+NETWORKS = {
+    'resnet': ('test_resnet', {}),
+    'convnext': ('test_convnext', {}),  # a norm layer between pool and classifier
+    'mobilenetv3': ('mobilenetv3_small_050', {}),  # a convolution between them
+    'mambaout': ('test_mambaout', {}),  # NHWC
+    'vit': ('test_vit', {'global_pool': 'avg', 'dynamic_img_size': True}),  # tokens, a class token first
+    'native': ('resnet18_rotp', {}),
+}
+
+
+def converted(name: str = 'resnet', **kwargs):
+    torch.manual_seed(0)
+    architecture, more = NETWORKS[name]
+    model = timm.create_model(architecture, num_classes=5, **more, **kwargs)
+    model = model if name == 'native' else convert(model)
+    for pool in rotp_vision.rot_pools(model).values():
+        pool.set_weights(smoothness=1.0, step=2.0)
+    return model.eval()
+
+
+@pytest.mark.parametrize('name', NETWORKS)
+def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
+    """The input of the pool is that of each size, one after the other, times the gain of its view."""
+    model = converted(name)
+    made = views(model, (64, 96))
+    made.gain.set([1.5, 0.5])
+    (pool,) = rotp_vision.rot_pools(model).values()
+    seen = []
+    pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+
+    def sets(inputs):
+        return inputs.transpose(1, 2) if inputs.dim() == 3 else pool.sets(inputs)
+
+    small = F.interpolate(x, (64, 64), mode='bilinear', antialias=True)
+    with torch.no_grad():
+        logits = made(x)
+        model(small), model(x)
+    together, first, second = map(sets, seen)
+    assert made.places(x) == [first.shape[2], second.shape[2]]
+    assert torch.equal(together, torch.cat([1.5 * first, 0.5 * second], 2))
+    assert logits.shape == (2, 5)
+    # The head reads nothing else: the same pooled features give the same logits.
+    with torch.no_grad():
+        pooled = pool.pool_sets(together)
+    handle = pool.register_forward_hook(lambda *_: pool.shaped(pooled) if hasattr(pool, 'shaped') else pooled)
+    assert torch.allclose(model(x), logits, atol=1e-5)
+    handle.remove()
+
+
+def test_views_of_your_own():
+    made = views(converted(), (64, 96))
+    crops = [x[..., :64, :64], x[..., 32:, 32:]]
+    assert torch.equal(made(made.resized(x)), made(x))
+    assert made(crops).shape == (2, 5)
+    with pytest.raises(ValueError, match='2 batches of images, one for each size, got 3'):
+        made([*crops, x])
+
+
+def test_rectangles_keep_their_proportions():
+    made = views(converted(), (64, 96))
+    assert [tuple(view.shape[2:]) for view in made.resized(x.repeat(1, 1, 1, 2))] == [(64, 128), (96, 192)]
+
+
+def test_images_come_at_the_largest_size():
+    made = views(converted(), (64, 96))
+    assert resolve_model_data_config(made)['input_size'] == (3, 96, 96)
+    with pytest.raises(ValueError, match=r'a shorter side of 96, .* got 64 × 64'):
+        made(x[..., :64, :64])
+
+
+def test_what_cannot_have_views():
+    with pytest.raises(ValueError, match=r'must have one global ROT pool, got 0; rotp_vision.convert\(model\) makes'):
+        views(timm.create_model('test_resnet'))
+    with pytest.raises(ValueError, match='must have forward_features and forward_head, as those of timm'):
+        views(convert(torchvision.models.resnet18()))
+    fixed = timm.create_model('vit_tiny_patch16_224', global_pool='avg', depth=1, img_size=64)
+    with pytest.raises(ValueError, match=r'does not take images of 96 × 96 .* dynamic_img_size=True'):
+        views(convert(fixed), (64, 96))
+    with pytest.raises(ValueError, match='has views already'):
+        views(views(converted(), (64, 96)), (64, 96))
+    for sizes in ((64,), 64, '64'):
+        with pytest.raises(ValueError, match='at least two sides'):
+            views(converted(), sizes)
+    with pytest.raises(ValueError, match='sizes must be a positive integer, got -64'):
+        views(converted(), (64, -64))
+    with pytest.raises(ValueError, match='before it is wrapped or compiled'):
+        views(nn.DataParallel(converted()), (64, 96))
+
+
+def test_a_head_that_does_more_than_pool_is_refused():
+    model = converted()
+    model.forward_head = lambda features, pre_logits=False: model.fc(model.global_pool(features[:, :, 1:]))
+    with pytest.raises(ValueError, match='head must do nothing to the map before its pool'):
+        views(model, (64, 96))
+    model.forward_features = lambda x: (x, x)
+    with pytest.raises(ValueError, match='must return one map'):
+        views(model, (64, 96))
+
+
+def two_sizes(count: int, seed: int):
+    """Maps as images: the class shows at one place, which only the larger size resolves."""
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.rand(count, 4, 16, 16, generator=generator)
+    targets = torch.randint(4, (count,), generator=generator)
+    places = torch.randint(256, (count,), generator=generator)
+    images.flatten(2)[torch.arange(count), targets, places] += 0.6
+    return images, targets
+
+
+class Peaks(nn.Module):
+    """The images are the maps; those of the smaller size, which say little, are three times too strong."""
+
+    num_classes = 4
+
+    def __init__(self):
+        super().__init__()
+        self.global_pool = nn.AdaptiveAvgPool2d(1)
+        self.fc = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.eye(4) * 12)
+            self.fc.bias.zero_()
+
+    def forward_features(self, x):
+        return x * 3 if x.shape[2] == 8 else x
+
+    def forward_head(self, x, pre_logits=False):
+        return self.fc(self.global_pool(x).flatten(1))
+
+    def forward(self, x):
+        return self.forward_head(self.forward_features(x))
+
+
+def test_calibrate():
+    """It beats the first size alone, and says what it will do on other images."""
+    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16))
+    report = calibrate(made, [two_sizes(256, 0)])
+    assert report.chosen is not None
+    assert report.chosen.top1 > report.average.top1 + 0.1
+    images, targets = two_sizes(512, 1)
+    small = F.interpolate(images, (8, 8), mode='bilinear', antialias=True)
+    with torch.no_grad():
+        alone = small.mean((2, 3)).argmax(1) == targets
+        loss = F.cross_entropy(made(images), targets)
+    assert report.average.top1 == pytest.approx(alone.float().mean().item(), abs=0.1)
+    assert float(loss) == pytest.approx(report.chosen.loss, rel=0.2)
+    gains = [math.exp(gain) for gain in report.chosen.setting.view_gains]
+    assert gains[1] > 1.2
+    assert made.gain().tolist() == pytest.approx(gains, rel=1e-4)
+    assert f'sizes times 1, {gains[1]:.2g}' in str(report)
+
+
+def test_calibrate_reads_views_of_your_own():
+    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16))
+    images, targets = two_sizes(64, 0)
+    report = calibrate(copy.deepcopy(made), [(images, targets)])
+    same = calibrate(made, [(made.resized(images), targets)])
+    assert str(same) == str(report)
+    with pytest.raises(ValueError, match='must be floating point'):
+        calibrate(made, [([images, None], targets)])
+
+
+def test_compare_and_revert():
+    made = views(converted(), (64, 96))
+    native = revert(copy.deepcopy(made))
+    result = compare(native, made, [(x, torch.tensor([0, 1]))], labelled=True)
+    assert result.num_images == 2
+    assert result.average_gain is not None
+    assert 'of 13 places' in result.places
+
+
+def test_training_learns_the_gains():
+    made = freeze(views(converted(), (64, 96)))
+    trained = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
+    assert 'gain.beta' in trained
+    assert all(name == 'gain.beta' or name.startswith('model.global_pool.') for name in trained)
+    F.cross_entropy(made(x), torch.tensor([0, 1])).backward()
+    assert made.gain.beta.grad.abs().min() > 0
+    assert made.no_weight_decay() >= {'gain.beta'}
+
+
+@pytest.mark.parametrize('name', ['resnet', 'vit', 'native'])
+def test_saved_and_loaded(tmp_path, name):
+    made = views(converted(name), (64, 96)).eval()
+    made.gain.set([1.5, 0.5])
+    more = NETWORKS[name][1]
+    once = load_pretrained(save_pretrained(made, tmp_path / 'one', model_args=more))
+    assert torch.equal(once(x), made(x))
+    assert once.sizes == (64, 96)
+    assert tuple(resolve_model_data_config(once)['input_size']) == (3, 96, 96)
+    again = load_pretrained(save_pretrained(once, tmp_path / 'two', model_args=more))
+    assert torch.equal(again(x), made(x))
+    other = timm.create_model(f'local-dir:{tmp_path / "one"}', pretrained=True, num_classes=2)
+    assert other(x).shape == (2, 2)
+    assert other.gain().tolist() == pytest.approx([1.5, 0.5])
+    with pytest.raises(ValueError, match='several views'):
+        timm.create_model(f'local-dir:{tmp_path / "one"}', pretrained=True, features_only=True)
+
+
+def test_compiled_and_exported():
+    made = views(converted(), (64, 96)).eval()
+    made.gain.set([1.5, 0.5])
+    with torch.no_grad():
+        expected = made(x)
+        compiled = torch.compile(made, fullgraph=True, backend='aot_eager')
+        assert torch.allclose(compiled(x), expected, atol=1e-5)
+    batch = torch.export.Dim('batch', min=1, max=64)
+    program = torch.export.export(made, (x,), dynamic_shapes=({0: batch},))
+    assert torch.allclose(program.module()(x[:1]), expected[:1], atol=1e-5)
+
+
+def test_maps_are_not_drawn():
+    with pytest.raises(ValueError, match='do not form one map'):
+        pool_maps(views(converted(), (64, 96)), x)
+
+
+def test_half_precision():
+    made = views(converted().bfloat16(), (64, 96))
+    assert made(x.bfloat16()).dtype == torch.bfloat16
