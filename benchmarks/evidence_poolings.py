@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.core import view_of
-from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, PoolOptions
-from rotp_vision.layers.hierarchical_pool import MEAN_POOL
+from rotp_vision.layers import MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, PoolOptions
 from rotp_vision.layers.parameters import PositiveWeight
 
 AVERAGE, AVERAGE_GAIN, GEM_GAIN = 'average', 'average, gain', 'GeM, gain'

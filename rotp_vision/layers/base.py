@@ -100,10 +100,18 @@ class ROTPool(nn.Module):
         # `rot_problem` does the same, but a prior reads `x` before.
         return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
 
-    def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+    def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
         problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
         return solve(problem, self.weights(), self.solver)
+
+    def log_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The logarithm of the plan for an input of this layer, with the axes of that input."""
+        raise NotImplementedError(f'{type(self).__name__} has no input of its own; use solve_sets')
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan for an input of this layer, with the arguments and the axes of `log_plan`."""
+        return self.log_plan(*args, **kwargs).exp()
 
     def _weights_by_name(self) -> dict[str, PositiveWeight | NormPrior]:
         known: dict[str, PositiveWeight | NormPrior] = {}

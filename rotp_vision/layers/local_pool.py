@@ -1,7 +1,7 @@
 """Local pooling over windows, in place of max or average pooling."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from rotp_vision.layers.tracing import one_node
 
 # Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
 CHUNK_VALUES = 2**21
+
+
+class Pixels(NamedTuple):
+    """What windows know of their pixels besides the features."""
+
+    inside: Tensor | None  # (H', W', kh, kw) whether a tap lies inside the map; None where all do
+    log_prior: Tensor | None  # (B or 1, 1, …) logits of q0, padded as the map is; None for uniform
 
 
 class LocalROTPool2d(ROTPool):
@@ -70,33 +77,50 @@ class LocalROTPool2d(ROTPool):
             )
 
     @one_node
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, which a window reads at its pixels."""
         if x.dim() == 3:
-            return self._pool_maps(x.unsqueeze(0)).squeeze(0)
-        if x.dim() != 4:
-            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {list(x.shape)}')
-        return self._pool_maps(x)
+            return self.forward(x.unsqueeze(0), log_sample_prior).squeeze(0)
+        return self._pool_maps(x, self._prior_map(x, log_sample_prior))
 
-    def _pool_maps(self, x: Tensor) -> Tensor:
+    def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """(B, C, H', W', kernel_h, kernel_w) log plan of each window, of mass one, -inf in the padding.
+
+        Arguments as in `forward`. All windows are held in memory at once.
+        """
+        if x.dim() == 3:
+            return self.log_plan(x.unsqueeze(0), log_sample_prior).squeeze(0)
+        prior = self._prior_map(x, log_sample_prior)
+        rows, top, bottom = self._layout(x.shape[2], 0)
+        columns, left, right = self._layout(x.shape[3], 1)
+        padding = [left, right, top, bottom]
+        row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)
+        inside = _inside(row_taps, x.shape[2])[:, None, :, None] & _inside(column_taps, x.shape[3])[None, :, None, :]
+        pixels = Pixels(inside if any(padding) else None, None if prior is None else F.pad(prior, padding))
+        sets, mask, logits = self._windows(F.pad(x, padding), pixels, 0, rows, columns)
+        log_plan = self.solve_sets(sets, mask, logits)
+        return log_plan.view(-1, rows, columns, x.shape[1], *self.kernel_size).permute(0, 3, 1, 2, 4, 5)
+
+    def _pool_maps(self, x: Tensor, prior: Tensor | None) -> Tensor:
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
-        if self.prior is None:
+        if self.prior is None and prior is None:
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
             pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.options.view)
             if pooled is not None and self.gain is not None:
                 pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
             if pooled is not None and not self.count_include_pad:
                 return pooled
-        padded = F.pad(x, [left, right, top, bottom])
-        if max(top, bottom, left, right) == 0:
-            return self._pool_padded(padded, None, rows, columns) if pooled is None else pooled
+        padding = [left, right, top, bottom]
+        padded, log_prior = F.pad(x, padding), None if prior is None else F.pad(prior, padding)
+        if not any(padding):
+            return self._pool_padded(padded, Pixels(None, log_prior), rows, columns) if pooled is None else pooled
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
-        inside_rows = (row_taps >= 0) & (row_taps < x.shape[2])
-        inside_columns = (column_taps >= 0) & (column_taps < x.shape[3])
+        inside_rows, inside_columns = _inside(row_taps, x.shape[2]), _inside(column_taps, x.shape[3])
         if pooled is None:
-            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (H', W', kh, kw)
-            pooled = self._pool_padded(padded, inside, rows, columns)
+            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]
+            pooled = self._pool_padded(padded, Pixels(inside, log_prior), rows, columns)
         if self.count_include_pad:
             # Padding counts as zeros; what ceil_mode adds beyond the padding does not count at all.
             counted_rows = row_taps < x.shape[2] + max(self.padding[0], bottom if self.same else 0)
@@ -107,33 +131,32 @@ class LocalROTPool2d(ROTPool):
             pooled = pooled * share.to(pooled.dtype)
         return pooled
 
-    def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
+    def _pool_padded(self, padded: Tensor, pixels: Pixels, rows: int, columns: int) -> Tensor:
         """Pool all windows, in chunks if there are many."""
         # A traced graph has one chunk: the number of chunks must not depend on the batch size.
         if torch.compiler.is_compiling():
-            return self._pool_rows(padded, inside, 0, rows, columns)
+            return self._pool_rows(padded, pixels, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
         step = max(1, CHUNK_VALUES // max(1, size))
         if step >= rows:
-            return self._pool_rows(padded, inside, 0, rows, columns)
+            return self._pool_rows(padded, pixels, 0, rows, columns)
         pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows
-        chunks = [pool_rows(padded, inside, i, min(i + step, rows), columns) for i in range(0, rows, step)]
+        chunks = [pool_rows(padded, pixels, i, min(i + step, rows), columns) for i in range(0, rows, step)]
         return torch.cat(chunks, 2)
 
-    def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
+    def _pool_rows(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
-        sets, mask = self._windows(padded, inside, first, last, columns)
-        pooled = self._pool(self._problem(sets, mask, None))
+        pooled = self._pool(self._problem(*self._windows(padded, pixels, first, last, columns)))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
-    def _pool_rows_keeping_nothing(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int):
+    def _pool_rows_keeping_nothing(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int):
         """`_pool_rows` that saves no windows for its backward pass, which copies them out of the map again."""
         made: dict[str, Tensor] = {}
         source = padded.detach()
 
         def make(windows_of: Tensor):
-            made['sets'], mask = self._windows(windows_of, inside, first, last, columns)
-            problem = self._problem(made['sets'], mask, None)
+            made['sets'], mask, logits = self._windows(windows_of, pixels, first, last, columns)
+            problem = self._problem(made['sets'], mask, logits)
             made['features'] = problem.features  # another tensor where there is a mask
             return problem
 
@@ -156,10 +179,34 @@ class LocalROTPool2d(ROTPool):
         made.clear()
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
+    def _prior_map(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
+        """(B or 1, 1, H, W) the prior that is given for the maps `x`."""
+        if x.dim() != 4:
+            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {list(x.shape)}')
+        if log_sample_prior is None:
+            return None
+        batch, _, height, width = x.shape
+        if log_sample_prior.shape not in ((batch, height, width), (1, height, width)):
+            raise ValueError(
+                f'log_sample_prior must have shape ({batch} or 1, {height}, {width}), a number per pixel, got '
+                f'{tuple(log_sample_prior.shape)}'
+            )
+        return log_sample_prior.unsqueeze(1)
+
     def _windows(
-        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), their mask and logits of q0."""
+        mask = logits = None
+        if pixels.inside is not None:
+            mask = pixels.inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)  # (B h W', k²)
+        if pixels.log_prior is not None:
+            logits = self._cut(pixels.log_prior, first, last, columns)  # (b, h, W', k², 1)
+            logits = logits.expand(padded.shape[0], -1, -1, -1, -1).flatten(3).flatten(0, 2)
+        return self._cut(padded, first, last, columns).flatten(0, 2).mT, mask, logits
+
+    def _cut(self, padded: Tensor, first: int, last: int, columns: int) -> Tensor:
+        """(B, h, W', k², C) the windows of some rows."""
         (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
         stride_h, stride_w = self.stride
         # Only the rows of the chunk, so that the gradient of each tap is no larger than the chunk.
@@ -171,11 +218,7 @@ class LocalROTPool2d(ROTPool):
             for j in range(kernel_w):
                 y, x = i * dilation_h, j * dilation_w
                 taps.append(part[:, y : y + reach_h : stride_h, x : x + reach_w : stride_w])
-        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
-        mask: Tensor | None = None
-        if inside is not None:
-            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
-        return windows.flatten(0, 2).mT, mask
+        return torch.stack(taps, 3)
 
     def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
         """Number of windows along an axis, as in torch's pooling, and the padding before and after."""
@@ -219,6 +262,10 @@ class LocalROTPool2d(ROTPool):
         shape |= {'same': True} if self.same else {}
         shape |= {'count_include_pad': True} if self.count_include_pad else {}
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
+
+
+def _inside(taps: Tensor, size: int) -> Tensor:
+    return (taps >= 0) & (taps < size)
 
 
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:

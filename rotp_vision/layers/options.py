@@ -276,3 +276,16 @@ def _refuse_unknown(names: Mapping[str, Any]):
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
         raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}; known are {", ".join(known)}')
+
+
+# The limits of the paper's Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness,
+# which outweighs any feature. In float32 larger values give the same plan.
+_STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
+MEAN_POOL = PoolOptions.paper(
+    'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
+)
+"""Average pooling as options of a ROT pool. With a prior of your own, `log_sample_prior=`, the mean that it weights."""
+MAX_POOL = PoolOptions.paper(
+    'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
+)
+"""Max pooling as options of a ROT pool."""

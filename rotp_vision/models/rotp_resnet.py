@@ -8,7 +8,7 @@ from timm.models._registry import get_arch_pretrained_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, pool_options
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, pool_options
 
 __all__ = ['ROTPResNet']
 
@@ -75,8 +75,8 @@ class ROTPResNet(ResNet):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""
-        pools = [(name, module) for name, module in self.named_modules() if hasattr(module, 'log_plan')]
-        return {f'{name}.{key}' for name, module in pools for key in module.no_weight_decay()}
+        pools = [(name, module) for name, module in self.named_modules() if isinstance(module, ROTPool)]
+        return {f'{name}.{key}' for name, pool in pools for key in pool.no_weight_decay()}
 
 
 _LAYERS = {
