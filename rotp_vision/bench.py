@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import SOLVERS, Backend, SolverName, backend_lacks
+from rotp_vision.core import SOLVERS, Backend, backend_lacks
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         print(f"Choose backend='{choice}': triton agrees everywhere, and is slower in {slow} of {len(speedups)} rows.")
 
 
-def _pool(solver: SolverName, backend: Backend, local: bool) -> nn.Module:
+def _pool(solver: str, backend: Backend, local: bool) -> nn.Module:
     options = pool_options(solver, backend=backend)
     return LocalROTPool2d(options, **WINDOWS) if local else GlobalROTPool2d(options)
 

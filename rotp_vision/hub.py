@@ -29,6 +29,7 @@ from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import convert, revert, rot_pools
+from rotp_vision.surgery.convert import new_pools
 from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.freeze import classifiers
 
@@ -198,6 +199,13 @@ def save_pretrained(
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
     pools = rot_pools(model)
+    own = {path: pool for path, pool in new_pools(model).items() if path not in pools}
+    if own:
+        raise ValueError(
+            f'{", ".join(own)} is a pool of your own, which config.json cannot describe. Save the state dict, '
+            'safetensors.torch.save_model(model, file); to load it, build the network, convert(model, pool) as before, '
+            'and safetensors.torch.load_model(model, file)'
+        )
     if not pools:
         raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {})

@@ -142,13 +142,21 @@ class ROTPool(nn.Module):
         return {name for name, _ in self.named_parameters() if name.endswith(('.beta', '.power'))}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # A file of the native network holds no keys of this layer, which then keeps its values. If it holds some, torch
-        # reports the missing ones. (state_dict is torch's own copy, from which the children load next.)
-        if not self.is_part and not any(key.startswith(prefix) for key in state_dict):
-            state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
+        if not self.is_part:
+            keep_values_if_absent(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         given = {'solver': self.options.solver, 'modules': self.options.modules} | self.options.to_dict()
         given.pop('num_modules', None)
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
+
+
+def keep_values_if_absent(module: nn.Module, state_dict: dict[str, Tensor], prefix: str):
+    """For `_load_from_state_dict` of a pool that replaced a native one: keep its values if a file has none of its keys.
+
+    That is a file of the native network. If it holds some of the keys, torch reports those that are missing.
+    """
+    # state_dict is torch's own copy, from which the children load next.
+    if not any(key.startswith(prefix) for key in state_dict):
+        state_dict.update({prefix + key: value for key, value in module.state_dict().items()})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rotp_vision.core import Windows, rot_pool_windows
+from rotp_vision.core import Windows, rot_pool_windows, transforms_active
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 from rotp_vision.layers.tracing import one_node
@@ -140,7 +140,9 @@ class LocalROTPool2d(ROTPool):
         step = max(1, CHUNK_VALUES // max(1, size))
         if step >= rows:
             return self._pool_rows(padded, pixels, 0, rows, columns)
-        pool_rows = self._pool_rows_keeping_nothing if torch.is_grad_enabled() else self._pool_rows
+        pool_rows = (
+            self._pool_rows_keeping_nothing if torch.is_grad_enabled() and not transforms_active() else self._pool_rows
+        )
         chunks = [pool_rows(padded, pixels, i, min(i + step, rows), columns) for i in range(0, rows, step)]
         return torch.cat(chunks, 2)
 

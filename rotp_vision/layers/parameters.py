@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import VIEW_FLOOR, StepWeights
+from rotp_vision.core import SOLVERS, VIEW_FLOOR, StepWeights, transforms_active
 from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
@@ -69,12 +70,17 @@ class ModuleWeights(nn.Module):
     def __init__(self, options: PoolOptions):
         super().__init__()
         self.num_modules = options.modules
+        self.solver = options.solver
         size = () if options.learn == 'shared' else (options.modules,)
         starts = options.starting_weights()
 
         def weight(name: str) -> PositiveWeight | None:
             return PositiveWeight(starts[name], size, options.learn != 'fixed') if name in starts else None
 
+        if SOLVERS[options.solver].weights is not None:
+            for name in starts:
+                setattr(self, name, weight(name))
+            return
         self.smoothness = weight('smoothness')
         self.feature_penalty = weight('feature_penalty')
         self.sample_penalty = weight('sample_penalty')
@@ -82,7 +88,11 @@ class ModuleWeights(nn.Module):
         self.step = weight('step')
         self.proximal = weight('proximal')
 
-    def forward(self) -> StepWeights:
+    def forward(self) -> StepWeights | Any:
+        """`StepWeights`, or for a registered solver what it reads: an attribute for each of its weights."""
+        formula = SOLVERS[self.solver]
+        if formula.weights_type is not None:
+            return formula.weights_type(*(getattr(self, name)().expand(self.num_modules) for name in self._modules))
         step = None if self.step is None else self.step().expand(self.num_modules)
         smoothness = step if self.smoothness is None else self.smoothness().expand(self.num_modules)
         assert smoothness is not None  # every solver reads one of the two
@@ -161,18 +171,20 @@ class NormPrior(nn.Module):
 
 def log_norm(x: Tensor) -> Tensor:
     """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
-    return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
+    return _log_norm(x) if transforms_active() else _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
+
+
+def _log_norm(x: Tensor) -> Tensor:
+    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * NORM_SCALE
+    return torch.linalg.vector_norm(scaled, dim=1).clamp_min(VIEW_FLOOR * NORM_SCALE).log() - math.log(NORM_SCALE)
 
 
 class _LogNorm(torch.autograd.Function):
     """`log_norm` with a backward that saves x, as the pooling does, instead of a scaled copy of it."""
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * NORM_SCALE
-        return torch.linalg.vector_norm(scaled, dim=1).clamp_min(VIEW_FLOOR * NORM_SCALE).log() - math.log(NORM_SCALE)
+        return _log_norm(x)
 
     @staticmethod
     def setup_context(ctx, inputs: tuple[Tensor], output: Tensor) -> None:
