@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         pool_options,
     )
     from rotp_vision.models import ROTPResNet
+    from rotp_vision.probing import ProbeResult, fit_probe
     from rotp_vision.surgery import FoundPool, convert, describe, find_pools, fold_gain, freeze, revert, rot_pools
 
 __version__ = '0.2.0'
@@ -41,6 +42,7 @@ __all__ = [
     'LocalROTPool2d',
     'MixedROTPool2d',
     'PoolOptions',
+    'ProbeResult',
     'ROTPResNet',
     'ROTPool',
     'ROTSetFusion',
@@ -49,6 +51,7 @@ __all__ = [
     'convert',
     'describe',
     'find_pools',
+    'fit_probe',
     'fold_gain',
     'freeze',
     'load_pretrained',
@@ -61,7 +64,7 @@ __all__ = [
 ]
 
 # Where the names above are, those modules first that import least.
-_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'hub')
+_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
 
 
 def __getattr__(name: str) -> Any:

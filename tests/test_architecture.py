@@ -21,10 +21,11 @@ BELOW = {
     **dict.fromkeys(TOOLS, NETWORKS | {'extras', 'files', 'images'}),
     'evaluation': NETWORKS | {'calibration', 'images'},
     'training': NETWORKS | TOOLS | {'extras', 'files', 'images', '__init__'},
-    'cli': NETWORKS | TOOLS | {'training', 'extras', 'files', 'tables'},
+    'probing': NETWORKS | TOOLS | {'extras', 'files', 'images', 'training'},
+    'cli': NETWORKS | TOOLS | {'probing', 'training', 'extras', 'files', 'tables'},
     'registration': {'models', 'hub'},
     'run': {'__init__'},
-    '__init__': NETWORKS | TOOLS,
+    '__init__': NETWORKS | TOOLS | {'probing'},
 }
 OUTSIDE = {'core': {'torch'}, 'layers': {'torch'}}  # what the rooms without vision may import from elsewhere
 

@@ -2,7 +2,7 @@
 
 import rotp_vision.core.triton  # noqa: F401 - registers its backend
 from rotp_vision.core.badmm import badmm
-from rotp_vision.core.explicit import decompositions
+from rotp_vision.core.explicit import decompositions, explicit_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import VIEW_FLOOR, Regularizer, ROTProblem, View, objective, rot_problem, view_of
 from rotp_vision.core.registered import SOLVERS, register_solver, transforms_active
@@ -35,6 +35,7 @@ __all__ = [
     'backend_lacks',
     'badmm',
     'decompositions',
+    'explicit_pool',
     'objective',
     'pool',
     'register_solver',

@@ -58,7 +58,8 @@ def rot_problem(
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
         view: what the plan sees of the features, 'identity', 'rms' or 'log', see `view_of`.
     """
-    _check(features, log_feature_prior, log_sample_prior, mask, view)
+    if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        _check(features, log_feature_prior, log_sample_prior, mask, view)
     x, dtype = features, torch.promote_types(features.dtype, torch.float32)
     num_features, num_samples = x.shape[1:]
     if log_feature_prior is None:

@@ -3,15 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
+from rotp_vision.core import SOLVERS, ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
-from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
-from rotp_vision.layers.tracing import refuse_script
+from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight, RegisteredWeights
+from rotp_vision.layers.tracing import OneNode
 
 
-class ROTPool(nn.Module):
+class ROTPool(OneNode):
     """Pooling of sets with the plan of a regularized optimal transport problem whose weights are learned.
 
     Args:
@@ -40,7 +41,12 @@ class ROTPool(nn.Module):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.options = options
         self.solver = options.to_solver()
-        self.weights = ModuleWeights(options)
+        self.view: str = options.view
+        # TorchScript does not take the solver as one object, so its fields are attributes too.
+        self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
+        self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
+        built_in = SOLVERS[options.solver].weights is None
+        self.weights = ModuleWeights(options) if built_in else RegisteredWeights(options)
         self.prior = None
         if options.prior == 'attention':
             assert num_features is not None
@@ -63,8 +69,6 @@ class ROTPool(nn.Module):
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
             self.prior = prior
 
-    __prepare_scriptable__ = refuse_script
-
     def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
         log_feature_prior: Tensor | None = None
         if self.prior is not None:
@@ -75,7 +79,7 @@ class ROTPool(nn.Module):
             log_feature_prior=log_feature_prior,
             log_sample_prior=log_sample_prior,
             mask=mask,
-            view=self.options.view,
+            view=self.view,
         )
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
@@ -90,7 +94,13 @@ class ROTPool(nn.Module):
         return self._pool(self._problem(self._without_masked(x, mask), mask, log_sample_prior))
 
     def _pool(self, problem: ROTProblem) -> Tensor:
-        pooled = rot_pool(problem, self.weights(), self.solver)
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            weights = self.weights()
+            pooled = explicit_pool(
+                problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
+            )
+        else:
+            pooled = rot_pool(problem, self.weights(), self.solver)
         if self.gain is not None:
             pooled = pooled * self.gain().to(pooled.dtype)
         return pooled

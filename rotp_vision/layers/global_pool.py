@@ -7,7 +7,6 @@ from torch import Tensor
 
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions
-from rotp_vision.layers.tracing import one_node
 
 
 class MapPool(ROTPool):
@@ -44,7 +43,7 @@ class MapPool(ROTPool):
         if log_sample_prior.dim() != 3 or log_sample_prior.shape[1:] != size:
             raise ValueError(
                 f'log_sample_prior must have shape (B or 1, {size[0]}, {size[1]}), a number per pixel, got '
-                f'{tuple(log_sample_prior.shape)}'
+                f'{list(log_sample_prior.shape)}'
             )
         return log_sample_prior.flatten(1)
 
@@ -106,7 +105,6 @@ class GlobalROTPool2d(MapPool):
         torch.Size([2, 8])
     """
 
-    @one_node
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""
         return self.shaped(self.pool_sets(self.sets(x), log_sample_prior=self.sample_prior(x, log_sample_prior)))

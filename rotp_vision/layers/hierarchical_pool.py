@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions, pool_options
-from rotp_vision.layers.tracing import one_node, refuse_script
+from rotp_vision.layers.tracing import OneNode
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -81,7 +81,6 @@ class MixedROTPool2d(MapPool):
         """ω · mean + (1 - ω) · max, ω learned (paper, Proposition 2); gated: ω a sigmoid of the mean feature."""
         return cls([MEAN_POOL, MAX_POOL], MEAN_POOL, num_features, gated=gated, flatten=flatten)
 
-    @one_node
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """The pooled map; `log_sample_prior` (B or 1, H, W) is that of every head, see `GlobalROTPool2d`."""
         sets, prior = self.sets(x), self.sample_prior(x, log_sample_prior)
@@ -108,7 +107,7 @@ class MixedROTPool2d(MapPool):
         return self.omega.unsqueeze(0)
 
 
-class ROTSetFusion(nn.Module):
+class ROTSetFusion(OneNode):
     """Pooling of sets of sets (paper, eq. "hrotp"): views, crops or tiles of an image, bags of graphs.
 
         f = f_rot([g(f_rot(X_1; θ_1)), …, g(f_rot(X_M; θ_1))]; θ_2)
@@ -145,9 +144,6 @@ class ROTSetFusion(nn.Module):
         self.network = nn.Identity() if network is None else network
         self.between = ROTPool(between, num_features if num_fused is None else num_fused)
 
-    __prepare_scriptable__ = refuse_script
-
-    @one_node
     def forward(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """Pooled (B, D') of sets of sets.
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from rotp_vision.core import Windows, rot_pool_windows, transforms_active
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
-from rotp_vision.layers.tracing import one_node
 
 # Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
 CHUNK_VALUES = 2**21
@@ -76,11 +75,11 @@ class LocalROTPool2d(ROTPool):
                 'a window of nothing but padding has no samples'
             )
 
-    @one_node
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, which a window reads at its pixels."""
         if x.dim() == 3:
-            return self.forward(x.unsqueeze(0), log_sample_prior).squeeze(0)
+            x = x.unsqueeze(0)
+            return self._pool_maps(x, self._prior_map(x, log_sample_prior)).squeeze(0)
         return self._pool_maps(x, self._prior_map(x, log_sample_prior))
 
     def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
@@ -105,16 +104,16 @@ class LocalROTPool2d(ROTPool):
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
-        if self.prior is None and prior is None:
+        if self.prior is None and prior is None and not torch.jit.is_scripting():  # pyright: ignore
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.options.view)
+            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
             if pooled is not None and self.gain is not None:
                 pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
             if pooled is not None and not self.count_include_pad:
                 return pooled
         padding = [left, right, top, bottom]
         padded, log_prior = F.pad(x, padding), None if prior is None else F.pad(prior, padding)
-        if not any(padding):
+        if max(padding) == 0:
             return self._pool_padded(padded, Pixels(None, log_prior), rows, columns) if pooled is None else pooled
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
         inside_rows, inside_columns = _inside(row_taps, x.shape[2]), _inside(column_taps, x.shape[3])
@@ -134,7 +133,7 @@ class LocalROTPool2d(ROTPool):
     def _pool_padded(self, padded: Tensor, pixels: Pixels, rows: int, columns: int) -> Tensor:
         """Pool all windows, in chunks if there are many."""
         # A traced graph has one chunk: the number of chunks must not depend on the batch size.
-        if torch.compiler.is_compiling():
+        if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, pixels, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
         step = max(1, CHUNK_VALUES // max(1, size))
@@ -148,7 +147,8 @@ class LocalROTPool2d(ROTPool):
 
     def _pool_rows(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
-        pooled = self._pool(self._problem(*self._windows(padded, pixels, first, last, columns)))
+        sets, mask, logits = self._windows(padded, pixels, first, last, columns)
+        pooled = self._pool(self._problem(sets, mask, logits))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
     def _pool_rows_keeping_nothing(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int):
@@ -188,10 +188,10 @@ class LocalROTPool2d(ROTPool):
         if log_sample_prior is None:
             return None
         batch, _, height, width = x.shape
-        if log_sample_prior.shape not in ((batch, height, width), (1, height, width)):
+        given = list(log_sample_prior.shape)
+        if given != [batch, height, width] and given != [1, height, width]:
             raise ValueError(
-                f'log_sample_prior must have shape ({batch} or 1, {height}, {width}), a number per pixel, got '
-                f'{tuple(log_sample_prior.shape)}'
+                f'log_sample_prior must have shape ({batch} or 1, {height}, {width}), a number per pixel, got {given}'
             )
         return log_sample_prior.unsqueeze(1)
 
@@ -199,11 +199,13 @@ class LocalROTPool2d(ROTPool):
         self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), their mask and logits of q0."""
-        mask = logits = None
-        if pixels.inside is not None:
-            mask = pixels.inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)  # (B h W', k²)
-        if pixels.log_prior is not None:
-            logits = self._cut(pixels.log_prior, first, last, columns)  # (b, h, W', k², 1)
+        mask: Tensor | None = None
+        logits: Tensor | None = None
+        inside, log_prior = pixels.inside, pixels.log_prior
+        if inside is not None:
+            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)  # (B h W', k²)
+        if log_prior is not None:
+            logits = self._cut(log_prior, first, last, columns)  # (b, h, W', k², 1)
             logits = logits.expand(padded.shape[0], -1, -1, -1, -1).flatten(3).flatten(0, 2)
         return self._cut(padded, first, last, columns).flatten(0, 2).mT, mask, logits
 

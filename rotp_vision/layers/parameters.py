@@ -70,17 +70,12 @@ class ModuleWeights(nn.Module):
     def __init__(self, options: PoolOptions):
         super().__init__()
         self.num_modules = options.modules
-        self.solver = options.solver
         size = () if options.learn == 'shared' else (options.modules,)
         starts = options.starting_weights()
 
         def weight(name: str) -> PositiveWeight | None:
             return PositiveWeight(starts[name], size, options.learn != 'fixed') if name in starts else None
 
-        if SOLVERS[options.solver].weights is not None:
-            for name in starts:
-                setattr(self, name, weight(name))
-            return
         self.smoothness = weight('smoothness')
         self.feature_penalty = weight('feature_penalty')
         self.sample_penalty = weight('sample_penalty')
@@ -88,11 +83,7 @@ class ModuleWeights(nn.Module):
         self.step = weight('step')
         self.proximal = weight('proximal')
 
-    def forward(self) -> StepWeights | Any:
-        """`StepWeights`, or for a registered solver what it reads: an attribute for each of its weights."""
-        formula = SOLVERS[self.solver]
-        if formula.weights_type is not None:
-            return formula.weights_type(*(getattr(self, name)().expand(self.num_modules) for name in self._modules))
+    def forward(self) -> StepWeights:
         step = None if self.step is None else self.step().expand(self.num_modules)
         smoothness = step if self.smoothness is None else self.smoothness().expand(self.num_modules)
         assert smoothness is not None  # every solver reads one of the two
@@ -104,6 +95,23 @@ class ModuleWeights(nn.Module):
             step,
             None if self.proximal is None else self.proximal().expand(self.num_modules),
         )
+
+
+class RegisteredWeights(nn.Module):
+    """The weights of the modules of a registered solver, which sees them as the attributes that it has declared."""
+
+    def __init__(self, options: PoolOptions):
+        super().__init__()
+        self.num_modules = options.modules
+        self.solver = options.solver
+        size = () if options.learn == 'shared' else (options.modules,)
+        for name, start in options.starting_weights().items():
+            setattr(self, name, PositiveWeight(start, size, options.learn != 'fixed'))
+
+    def forward(self) -> Any:
+        weights_type = SOLVERS[self.solver].weights_type
+        assert weights_type is not None
+        return weights_type(*(weight().expand(self.num_modules) for weight in self.children()))
 
 
 class AttentionPrior(nn.Module):
@@ -171,12 +179,14 @@ class NormPrior(nn.Module):
 
 def log_norm(x: Tensor) -> Tensor:
     """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
-    return _log_norm(x) if transforms_active() else _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
+    if torch.jit.is_scripting() or transforms_active():  # pyright: ignore[reportPrivateImportUsage]
+        return _log_norm(x)
+    return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
 
 
-def _log_norm(x: Tensor) -> Tensor:
-    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * NORM_SCALE
-    return torch.linalg.vector_norm(scaled, dim=1).clamp_min(VIEW_FLOOR * NORM_SCALE).log() - math.log(NORM_SCALE)
+def _log_norm(x: Tensor, floor: float = VIEW_FLOOR, scale: float = NORM_SCALE) -> Tensor:
+    scaled = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
+    return torch.linalg.vector_norm(scaled, dim=1).clamp_min(floor * scale).log() - math.log(scale)
 
 
 class _LogNorm(torch.autograd.Function):

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from rotp_vision.layers.base import ROTPool
-from rotp_vision.layers.tracing import one_node
 
 
 class ROTSetPool(ROTPool):
@@ -31,7 +30,6 @@ class ROTSetPool(ROTPool):
         torch.Size([2, 8])
     """
 
-    @one_node
     def forward(
         self,
         x: Tensor,

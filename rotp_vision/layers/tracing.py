@@ -1,28 +1,23 @@
-"""What a layer is to tracers: one node for `torch.fx`, as torch's own layers are, and nothing that scripts."""
+"""What a layer is to `torch.fx`."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch import fx, nn
 
 
-def one_node(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a module as one `call_module` node of `torch.fx`, whichever tracer runs and whatever it knows."""
+class OneNode(nn.Module):
+    """A module that is one `call_module` node of `torch.fx`, as torch's own are, whichever tracer runs.
 
-    @functools.wraps(forward)
-    def forward_or_node(self: nn.Module, x: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(x, fx.Proxy):
-            tracer: Any = x.tracer
-            return tracer.create_proxy('call_module', tracer.path_of_module(self), (x, *args), kwargs)
-        return forward(self, x, *args, **kwargs)
+    A forward that reads shapes in Python cannot be followed symbolically, and tracers take only modules of torch for
+    nodes unless they are told of others.
+    """
 
-    return forward_or_node
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, fx.Proxy):
+            return super().__call__(x, *args, **kwargs)
+        tracer: Any = x.tracer
 
+        def node(*args: Any, **kwargs: Any) -> fx.Proxy:
+            return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
 
-def refuse_script(module: nn.Module) -> nn.Module:
-    """What `torch.jit.script` calls first, as a module's `__prepare_scriptable__`."""
-    raise NotImplementedError(
-        f'{type(module).__name__} does not script: TorchScript is deprecated. Use torch.export, whose '
-        'run_decompositions(rotp_vision.core.decompositions()) needs no rotp_vision to load, or torch.jit.trace'
-    )
+        return tracer.call_module(self, node, (x, *args), kwargs)

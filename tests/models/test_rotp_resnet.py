@@ -221,8 +221,10 @@ def test_onnx_file_runs_as_the_model(name, tmp_path):
     torch.testing.assert_close(torch.from_numpy(out), model(x), rtol=1e-4, atol=1e-4)
 
 
-def test_script_is_refused_with_a_way_out_and_trace_works():
-    model = small('resnet18_rotp_local')
-    with pytest.raises(NotImplementedError, match=r'does not script.*torch\.export'):
-        torch.jit.script(model)
-    assert torch.equal(torch.jit.trace(model, x)(x), model(x))  # and the model is as it was
+@pytest.mark.parametrize('name', ['resnet18_rotp', 'resnet18_rotp_s', 'resnet18_rotp_q', 'resnet18_rotp_local'])
+def test_torchscript(name):
+    model = small(name)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), model(x))
+    wide = torch.cat([x, x.flip(2)], 3)
+    torch.testing.assert_close(scripted(wide), model(wide))

@@ -466,7 +466,7 @@ def badmm_pool(
     quadratic: bool,
     similarity: str,
 ) -> Tensor:
-    """(B, D) `features` pooled by the published Bregman ADMM.
+    """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
 
     Args:
         features: (B, D, N), zero on masked samples.

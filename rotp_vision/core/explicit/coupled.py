@@ -112,7 +112,7 @@ def coupled_badmm_pool(
     quadratic: bool,
     similarity: str,
 ) -> Tensor:
-    """(B, D) `features` pooled by the coupled Bregman ADMM.
+    """(B, D) `features` pooled by the coupled Bregman ADMM. Can be scripted.
 
     Args:
         features: (B, D, N), zero on masked samples.

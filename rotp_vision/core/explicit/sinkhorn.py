@@ -111,7 +111,7 @@ def sinkhorn_pool(
     implicit: bool,
     similarity: str,
 ) -> Tensor:
-    """(B, D) `features` pooled by Sinkhorn scaling.
+    """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
 
     Args:
         features: (B, D, N), zero on masked samples.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import Solver, StepWeights, decompositions, rot_pool, rot_problem
+from rotp_vision.core import Solver, StepWeights, decompositions, explicit_pool, rot_pool, rot_problem
 from rotp_vision.core.explicit import scratch as scratch_module
 from rotp_vision.layers import PoolOptions
 from tests.memory import most_memory
@@ -388,13 +388,14 @@ def test_opcheck(operator, view):
 
 
 class Pool(nn.Module):
-    """A layer as small as can be."""
+    """A layer as small as can be, which also scripts."""
 
     def __init__(self, operator, num_modules: int = 2, view: str = 'identity'):
         super().__init__()
         self.view = view
         solver, structure, proximal = operator
-        self.solver = solver
+        self.name, self.coupled, self.num_inner = str(solver.name), solver.coupled, solver.num_inner
+        self.similarity = str(solver.similarity)
         self.structure = nn.Parameter(torch.full((num_modules,), 0.4)) if structure else None
         self.proximal = nn.Parameter(torch.full((num_modules,), 0.3)) if proximal else None
         self.alpha = nn.Parameter(torch.linspace(0.6, 0.9, num_modules))
@@ -403,13 +404,13 @@ class Pool(nn.Module):
         problem = rot_problem(maps.flatten(2), view=self.view)
         a = self.alpha
         weights = StepWeights(a, a, a, self.structure, a, self.proximal)
-        return rot_pool(problem, weights, self.solver)
+        return explicit_pool(problem, weights, self.name, self.coupled, self.num_inner, self.similarity, False)
 
 
 @every_operator
 @every_view
 def test_graphs(operator, view):
-    """Compiled, exported, taken apart, traced, mapped, on the meta device: the same numbers."""
+    """Compiled, exported, taken apart, traced, scripted, mapped, on the meta device: the same numbers."""
     layer = Pool(operator, view=view)
     maps, other = torch.randn(3, 6, 2, 2), torch.randn(5, 6, 2, 2)
 
@@ -433,6 +434,10 @@ def test_graphs(operator, view):
     assert not [node for node in plain.graph.nodes if 'rotp_vision' in str(node.target)]
     torch.testing.assert_close(plain.module()(other), layer(other))
 
+    scripted = torch.jit.script(layer)
+    out = scripted(maps)
+    torch.testing.assert_close(out, layer(maps))
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), list(scripted.parameters())))
     torch.testing.assert_close(torch.jit.trace(layer, maps)(other), layer(other))
     torch.testing.assert_close(torch.vmap(layer)(torch.stack([maps, maps + 1]))[1], layer(maps + 1))
     assert copy.deepcopy(layer).to('meta')(maps.to('meta')).shape == (3, 6)

@@ -1,0 +1,94 @@
+"""The poolings that a probe tries."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rotp_vision.layers import PoolOptions, ROTPool
+
+OURS = 'ROTP'
+_TEMPERATURES = (8.0, 4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
+_NORM_POWERS = (0.0, 1.0, 2.0, 4.0)
+_GEM_POWERS = (2.0, 3.0, 5.0, 8.0)
+_PENALTY = 3.0  # α3 over the temperature
+_AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
+
+
+class Pooling(NamedTuple):
+    """A pooling with nothing to learn.
+
+    Attributes:
+        family: what kind it is; poolings of one family differ in parameters.
+        setting: these parameters in words.
+        pool: from sets (B, D, N) to features (B, D), as a function or a ROT pool.
+        options: those of the ROT pool that does the same, to be put into a network; None for a peer.
+        norm_power: β of that pool's prior.
+    """
+
+    family: str
+    setting: str
+    pool: Callable[[Tensor], Tensor] | ROTPool
+    options: PoolOptions | None = None
+    norm_power: float = 0.0
+
+    def __call__(self, sets: Tensor) -> Tensor:
+        """(B, D) features of `sets` (B, D, N)."""
+        return self.pool.to(sets.device).pool_sets(sets) if isinstance(self.pool, ROTPool) else self.pool(sets)
+
+
+def softmax_options(temperature: float) -> PoolOptions:
+    """Softmax pooling: one module of entropic Bregman ADMM with a uniform prior."""
+    return PoolOptions('badmm-e', num_modules=1, step=temperature, gain='off')
+
+
+def _mean(sets: Tensor) -> Tensor:
+    return sets.mean(2)
+
+
+def _max(sets: Tensor) -> Tensor:
+    return sets.amax(2)
+
+
+def _mean_max(sets: Tensor) -> Tensor:
+    return (sets.mean(2) + sets.amax(2)) / 2
+
+
+def _gem(sets: Tensor, power: float) -> Tensor:
+    return sets.clamp_min(1e-6).pow(power).mean(2).pow(1 / power)
+
+
+def _rot(family: str, setting: str, options: PoolOptions, norm_power: float = 0.0) -> Pooling:
+    pool = ROTPool(options).requires_grad_(False)
+    if norm_power:
+        pool.set_weights(norm_power=norm_power)
+    return Pooling(family, setting, pool, options, norm_power)
+
+
+def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
+    options = PoolOptions(
+        'sinkhorn',
+        smoothness=temperature,
+        sample_penalty=_PENALTY * temperature,
+        prior='norm' if norm_power else 'uniform',
+        gain='off',
+    )
+    setting = f'temperature {temperature:g}' + (f', norm power {norm_power:g}' if norm_power else '')
+    return _rot(OURS, setting, options, norm_power)
+
+
+AVERAGE = Pooling('average', '', _mean, softmax_options(_AS_MEAN))
+
+
+def all_poolings() -> list[Pooling]:
+    """Average first, then the peers, then ours."""
+    return [
+        AVERAGE,
+        Pooling('max', '', _max),
+        Pooling('average + max', '', _mean_max),
+        *(Pooling('GeM', f'p = {power:g}', partial(_gem, power=power)) for power in _GEM_POWERS),
+        *(_rot('softmax', f'temperature {t:g}', softmax_options(t)) for t in _TEMPERATURES),
+        *(_sinkhorn(t, power) for power, t in product(_NORM_POWERS, _TEMPERATURES)),
+    ]
