@@ -2,12 +2,11 @@
 """Train an image classifier in two stages: with its native pooling, then with ROTP in its place.
 
     python train_imagenet.py --config configs/demo.yaml
-    accelerate launch --config_file configs/accelerate/one_node_8_gpus.yaml train_imagenet.py \
-        --config configs/paper_resnet50.yaml --data.path /data/imagenet
-    python train_imagenet.py … --resume auto                          # continue after any interruption, bit-exactly
-    python train_imagenet.py … --evaluate runs/paper_resnet50/export  # only evaluate
+    torchrun --nproc_per_node 8 train_imagenet.py --config configs/paper.yaml --data.path /data/imagenet
+    python train_imagenet.py … --resume auto                 # continue after any interruption, bit-exactly
+    python train_imagenet.py … --evaluate runs/paper/export  # only evaluate
 
-`--help` explains every setting.
+`rotp-vision train --config demo` is the same from an installed package. `--help` explains every setting.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -39,9 +38,9 @@ from tqdm import tqdm
 
 import rotp_vision
 from rotp_vision.evaluation import Places, counted_places, places_sentence
-from rotp_vision.files import write_atomically
+from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.training import report
-from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache
+from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache, cache_directory
 from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
 from rotp_vision.training.checkpoint import (
     Checkpoint,
@@ -61,7 +60,18 @@ from rotp_vision.training.config import (
     to_dict,
 )
 from rotp_vision.training.context import Run, fail, fail_once, fail_together, is_first_process, num_launched
-from rotp_vision.training.data import Batch, Transform, split_batch, steps_per_epoch, train_loader, transforms
+from rotp_vision.training.data import (
+    Batch,
+    Schedule,
+    TrainTransform,
+    ValTransform,
+    check_shared_memory,
+    on_device,
+    split_batch,
+    steps_per_epoch,
+    train_batches,
+    transforms,
+)
 from rotp_vision.training.finish import NATIVE, finish, pool_title, show_stage
 from rotp_vision.training.model import (
     build_model,
@@ -78,22 +88,24 @@ from rotp_vision.training.processes import (
     check_trackers,
     exit_status,
     hold,
+    precision,
     random_state,
     seed_all,
     set_random_state,
     share_buffers,
     stop_signals,
+    unreachable,
 )
-from rotp_vision.training.sources import Source, StreamSource, data_changes, inventory, open_sources
+from rotp_vision.training.sources import Source, StreamSource, data_changes, hold_out, inventory, open_sources
 
 Rates = dict[str, float | None]
 DRY_STEPS = 4  # per stage in a dry run; the first warms up and is not timed
 
 
-def main(args: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') -> None:
     # Configuration. Errors in it, the data or the checkpoint are found before a GPU is used. Several processes have to
     # connect first, to report them once, so they end before the model is built.
-    config = parse_config(args)
+    config = parse_config(args, program)
     writes_nothing = config.dry_run or config.evaluate is not None
     found, problem = None, None
     try:
@@ -110,19 +122,21 @@ def main(args: Sequence[str] | None = None) -> None:
     torch.backends.cudnn.benchmark = not config.deterministic
     try:
         accelerator = Accelerator(
-            mixed_precision=None if config.mixed_precision == 'auto' else config.mixed_precision,
+            mixed_precision=precision(config.mixed_precision),
             log_with=None if writes_nothing else [*config.trackers] or None,
             project_dir=config.output,
             # This script accumulates gradients itself. Without this an environment variable could scale them again.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         )
         check_launch(accelerator)
+        host = HostGroup(accelerator)
     except (ValueError, RuntimeError) as error:
+        if 'gloo' in str(error):
+            fail(error if 'GLOO_SOCKET_IFNAME' in str(error) else unreachable(error))
         fail_once(error)
-    host = HostGroup(accelerator)
     fail_together(host, problem)
     assert found is not None
-    train, val, checkpoint, warnings = found
+    train, val, held, data, checkpoint, warnings = found
     num_classes = len(train.classes)
     console = Console(quiet=not accelerator.is_main_process, highlight=False)
     for warning in warnings:
@@ -138,7 +152,6 @@ def main(args: Sequence[str] | None = None) -> None:
         except ValueError as error:
             fail_once(error)
 
-    data = {'train': inventory(train), 'val': inventory(val)}
     if checkpoint is not None and (lines := data_changes(checkpoint.progress.data, data)):
         if not config.allow_changed_data:
             problem = ValueError(
@@ -147,7 +160,11 @@ def main(args: Sequence[str] | None = None) -> None:
             )
         else:
             console.print('[yellow]warning:[/] ' + escape('; '.join(lines)), soft_wrap=True)
-
+    if accelerator.num_processes > 1 and not writes_nothing and config.stage2.epochs and config.stage2.cache_features:
+        try:
+            host.check_shared(cache_directory(config), 'stage2.cache_dir')
+        except ValueError as error:
+            problem = error
     fail_together(host, problem)
 
     # Model, initialized from the same seed on every process
@@ -160,7 +177,7 @@ def main(args: Sequence[str] | None = None) -> None:
             problem = error
     fail_together(host, problem)
     assert made is not None
-    model, train_transform, val_transform = made
+    model, (train_transform, val_transform) = made
     for line in (*news, *(anew if checkpoint is None else ())):
         console.print(line, soft_wrap=True, markup=False)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
@@ -177,8 +194,10 @@ def main(args: Sequence[str] | None = None) -> None:
             stop=stop,
             train=train,
             val=val,
+            held=held,
             train_transform=train_transform,
             val_transform=val_transform,
+            norm=normalization(model),
             progress=progress,
             trained=bool(config.stage1.epochs)
             or (not anew and (config.model.pretrained or bool(config.model.checkpoint))),
@@ -191,37 +210,61 @@ def main(args: Sequence[str] | None = None) -> None:
     accelerator.end_training()
 
 
-def open_inputs(
-    config: RunConfig, writes_nothing: bool
-) -> tuple[Source | StreamSource, Source | StreamSource, Checkpoint | None, list[str]]:
-    """The data, the checkpoint to continue from and warnings about damaged ones; raises ValueError or OSError."""
+class Inputs(NamedTuple):
+    """What a run reads."""
+
+    train: Source | StreamSource
+    val: Source | StreamSource
+    held: Source | None  # training images that are kept for calibration
+    inventories: dict[str, Any]  # of both splits
+    checkpoint: Checkpoint | None  # to continue from
+    warnings: list[str]  # about damaged checkpoints
+
+
+def open_inputs(config: RunConfig, writes_nothing: bool) -> Inputs:
+    """Data and checkpoint of a run, and whether it can write; raises ValueError or OSError."""
     train, val = open_sources(config.data, config.seed)
+    inventories, held = {'train': inventory(train), 'val': inventory(val)}, None
     check_beginning(config)
     if config.evaluate is None:
-        steps_per_epoch(len(train), config.global_batch_size)
+        begins_trained = config.stage1.epochs or config.model.pretrained or config.model.checkpoint
+        count = min(config.stage2.calibrate, len(train) // 5) if config.stage2.epochs and begins_trained else 0
+        if count and not isinstance(train, StreamSource):
+            train, held = hold_out(train, count, config.seed)
+        try:
+            steps_per_epoch(len(train), config.global_batch_size)
+        except ValueError as error:
+            more = f'; {len(held)} more are held out by stage2.calibrate' if held is not None else ''
+            raise ValueError(f'{error}{more}') from error
     if writes_nothing:
-        return train, val, None, []
+        return Inputs(train, val, held, inventories, None, [])
     check_trackers(config.trackers)
-    if Path(config.output).is_dir() and is_first_process():
-        hold(Path(config.output))
-    return train, val, *find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
+    if is_first_process():
+        check_writable(Path(config.output))
+        if Path(config.output).is_dir():
+            hold(Path(config.output))
+    return Inputs(train, val, held, inventories, *find_checkpoint(Path(config.output) / 'checkpoints', config.resume))
 
 
 def make_model(
     config: RunConfig, num_classes: int, processes: int, notify: Callable[[str], object]
-) -> tuple[nn.Module, Transform, Transform]:
+) -> tuple[nn.Module, tuple[TrainTransform, ValTransform]]:
     """The model and its transforms for training and evaluation; `notify` is called if its classifier is new."""
+    images = config.global_batch_size // processes  # that data workers hold for evaluation
     for stage in (config.stage1, config.stage2) if config.evaluate is None else ():
         size = split_batch(config.global_batch_size, processes, stage.accumulation)
         if (stage.mixup or stage.cutmix) and size % 2:
             raise ValueError(f'mixup needs an even number of images per forward pass and process, got {size}')
+    if config.evaluate is None:
+        images *= 2  # at most as many for training
+    check_shared_memory(config.data.workers, 3 * config.data.image_size**2 * images)
     if config.evaluate is not None:
         model = load_for_evaluation(config.evaluate, config.model, config.pool, num_classes)
     else:
         trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
         model = build_model(config.model, num_classes, new_classifier=trains, notify=notify)
         check_stages(config, model)
-    return model, *transforms(config.data, *normalization(model))
+    return model, transforms(config.data, *normalization(model))
 
 
 def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> None:
@@ -288,7 +331,9 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
         except (ValueError, OSError) as error:
             fail(error)
     if stage == 2 and checkpoint is None and not config.dry_run:
-        progress.simpler = {title: [*pooling] for title, pooling in start_pooling(run, model, maps).items()}
+        progress.simpler = {
+            title: [*pooling] for title, pooling in start_pooling(run, model, gem=maps is not None).items()
+        }
         progress.pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
         rotp_vision.freeze(model, config.stage2.train)  # a new prior trains too
         compare_poolings(run, model, maps)
@@ -340,10 +385,10 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     watch = LossWatch(accelerator.device)
     offset = config.stage1.epochs * steps if stage == 2 else 0  # of the steps that trackers see
     saved = time.monotonic()  # time of the last checkpoint
+    batches = on_device(stage_batches(run, settings, stage, maps), run.prepare, accelerator.device)
 
     for epoch in range(progress.epoch, settings.epochs):
         wrapped.train()
-        batches = epoch_of_batches(run, settings, stage, epoch, maps)
         bar = tqdm(
             initial=progress.step,
             total=steps,
@@ -365,8 +410,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                 batch = next(batches)
                 data_time += time.perf_counter() - waited
                 broken += batch.broken
-                images = run.to_device(batch.images)
-                labels = batch.labels.to(accelerator.device, non_blocking=True)
+                images, labels = batch.images, batch.labels
                 if mixup is not None:
                     images, labels = mixup(images, labels)
                 with contextlib.nullcontext() if last else accelerator.no_sync(wrapped):
@@ -376,13 +420,17 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                         watch.record(loss)
                     accelerator.backward(part)
 
-            # All processes agree on what happened before any of them updates a weight.
+            # All processes agree on what happened before any of them updates a weight. They talk while the device is
+            # still at the backward pass.
             value = watch.read()
             finite = math.isfinite(value)
             share = value / run.shard.processes if finite else 0.0
             late = run.main and 0 < 60 * config.checkpoint_minutes <= time.monotonic() - saved
-            mean_loss, infinite, stopping, news, due = host.sum(share, not finite, bool(run.stop), bool(broken), late)
+            agreement = host.start(share, not finite, bool(run.stop), bool(broken), late)
+            if settings.clip_norm is not None:
+                accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
             rates = learning_rates(optimizer)
+            mean_loss, infinite, stopping, news, due = agreement.wait()
             if news:
                 run.note_broken(broken)
             if infinite:
@@ -395,8 +443,6 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
                     f'{progress.name}. Lower the learning rate, lengthen the warm-up or clip gradients, and start '
                     'anew, if you like with that checkpoint as --model.checkpoint'
                 )
-            if settings.clip_norm is not None:
-                accelerator.clip_grad_norm_(wrapped.parameters(), settings.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
             if ema is not None:
@@ -457,7 +503,7 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     share_buffers(model, accelerator)
     if stage == 2 and config.stage2.train != 'pool':
         # Average pooling would profit from the other trained weights too.
-        gain = average_gain(run, model, maps)
+        gain = average_gain(run, model)
         if gain is not None:
             with simpler_pooling(model, 1.0, gain):
                 progress.summary['average + gain, rest as trained'] = validate(run, model, maps)
@@ -541,22 +587,21 @@ def make_mixup(settings: StageConfig, num_classes: int) -> Mixup | None:
     return Mixup(settings.mixup, settings.cutmix, label_smoothing=settings.label_smoothing, num_classes=num_classes)
 
 
-def epoch_of_batches(
-    run: Run, settings: StageConfig, stage: int, epoch: int, maps: FeatureCache | None
-) -> Iterator[Batch]:
-    """Batches of the forward passes of this process in an epoch, from the current step on."""
+def stage_batches(run: Run, settings: StageConfig, stage: int, maps: FeatureCache | None) -> Iterator[Batch]:
+    """Batches of the forward passes of this process from the current step to the end of the stage."""
     config = run.config
-    place: dict[str, Any] = {
-        'global_batch': config.global_batch_size,
-        'accumulation': settings.accumulation,
-        'shard': run.shard,
-        'seed': 2 * config.seed + stage - 1,  # the stages use different orders of the images
-        'epoch': epoch,
-        'start': run.progress.step,
-    }
+    schedule = Schedule(
+        length=len(run.train),
+        global_batch=config.global_batch_size,
+        accumulation=settings.accumulation,
+        shard=run.shard,
+        seed=2 * config.seed + stage - 1,  # the stages use different orders of the images
+        epochs=range(run.progress.epoch, settings.epochs),
+        start=run.progress.step,
+    )
     if maps is not None:
-        return maps.train_batches(**place, workers=config.data.workers)
-    return train_loader(run.train, run.train_transform, config.data, **place)
+        return maps.train_batches(schedule, config.data.workers)
+    return train_batches(run.train, run.train_transform, config.data, schedule)
 
 
 def restore_generators(run: Run, checkpoint: Checkpoint) -> None:
@@ -651,7 +696,9 @@ def leave(run: Run) -> NoReturn:
     """End a run that a signal stopped, after its checkpoint was saved."""
     cause = next(name for names in run.host.gather(run.stop) for name in names)
     run.console.print(f'stopped by {cause} and saved as {run.progress.name}; continue with', soft_wrap=True)
-    run.console.print(f'  python {shlex.join(without_resume(sys.argv))} --resume auto', soft_wrap=True, markup=False)
+    script, *args = without_resume(sys.argv)
+    command = ['python', script] if script.endswith('.py') else [Path(script).name]
+    run.console.print(f'  {shlex.join([*command, *args])} --resume auto', soft_wrap=True, markup=False)
     run.accelerator.end_training()
     raise SystemExit(exit_status(cause))
 

@@ -4,9 +4,10 @@
     python -m benchmarks.speed --no-step --repeats 5
 
 All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
-else the machine does falls on all alike. The multiples of average pooling are of one machine, too: it reads memory and
-hardly computes, so that wider vectors make everything else cheaper beside it. Those of GeM carry over better. After
-other poolings come the layers as users get them, then the solvers alone, on the features as they are.
+else the machine does falls on all alike. No multiple carries over to another machine: average pooling reads memory
+and hardly computes, so that wider vectors make everything else cheaper beside it. The table names the processor and its
+vectors. After other poolings come the layers as users get them, the default first, then the solvers alone, on the
+features as they are.
 """
 
 import argparse

@@ -21,7 +21,7 @@ import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotp_vision.core.triton import badmm, local_badmm, local_sinkhorn, sinkhorn, windows
+from rotp_vision.core.triton import badmm, coefficients, local_badmm, local_sinkhorn, sinkhorn, windows
 from rotp_vision.core.triton.tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
 from rotp_vision.files import write_atomically
 
@@ -34,21 +34,25 @@ TARGETS = {
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / 'bin' / 'cuobjdump'
 MAPS = {'grad', 'features', 'x_map', 'pooled', 'd_features', 'd_x'}  # pointers in the dtype of the features
 VECTORS = {
-    'log_prior_d', 'log_prior_n', 'coefficients', 'rows', 'columns', 'parts', 'd_columns', 'd_log_p0', 'slopes',
-    'saved', 'd_windows', 'buffer',
+    'log_prior_d', 'log_prior_n', 'coefficients', 'saved_r', 'saved_c', 'saved_l', 'parts', 'd_c', 'd_gaps',
+    'd_log_p0', 'slopes', 'saved', 'd_windows', 'buffer',
+    'smoothness', 'feature_penalty', 'sample_penalty', 'steps', 'gain', 'out',
+    'd_smoothness', 'd_feature_penalty', 'd_sample_penalty', 'd_step', 'd_gain', 'd_out',
 }  # fmt: skip
+POINTERS = {'betas', 'starts', 'weights', 'grads', 'd_betas'}  # tuples of such
 # How many entries the tuples of a kernel have, and which of them are one, hence constants: of contiguous maps, and of
 # channels_last.
 SETS = {
     'grad_strides': (2, [1], [1]), 'prior_d_strides': (2, [1], [1]), 'prior_n_strides': (2, [1], [1]),
-    'features_strides': (3, [2], [1]), 'x_strides': (3, [2], [1]), 'd_features_strides': (3, [2], [1]),
-    'd_x_strides': (3, [2], [1]),
+    'features_strides': (3, [2], [1]), 'd_features_strides': (3, [2], [1]),
 }  # fmt: skip
 WINDOWS = {
     'geometry': (11, [9, 10], [9, 10]), 'x_strides': (4, [3], [1]), 'pooled_strides': (4, [3], [1]),
     'grad_strides': (4, [3], [1]), 'd_x_strides': (4, [3], [1]), 'buffer_strides': (4, [2], [3]),
     'spacing': (7, [3], [1]),
 }  # fmt: skip
+# A layer's weights: three per module, and the gain.
+WEIGHTS = {'strides': (2, [0, 1], [0, 1]), 'sizes': (4, [3], [3])} | dict.fromkeys(POINTERS, (4, [], []))
 LAYOUTS = ('contiguous', 'channels_last')
 
 
@@ -78,27 +82,38 @@ LOCAL_SOLVERS = {
 LOCAL_CASES = ((3, 64, ('identity', 'rms', 'log')), (3, 256, ('rms',)), (2, 64, ('rms',)))
 
 
-def global_kernels(sizes: tuple[int, ...]) -> Iterator[Kernel]:
+def global_kernels(sizes: tuple[int, ...], views: tuple[str, ...], solvers: tuple[str, ...]) -> Iterator[Kernel]:
     """Every kernel for sets and combination of flags that the launchers use, but for those that leave a store out."""
-    for name, (forward, backward, flags) in SOLVERS.items():
-        for end, same, block_n in itertools.product((False, True), (False, True), sizes):
-            dtypes = ('fp32', 'fp16') if block_n == 64 else ('fp32',)
-            needs = {'NEED_FEATURES': not same, 'NEED_X': True}
-            for way, function, elements, more in (
-                ('forward', forward, FORWARD_ELEMENTS, {'LAST': end}),
-                ('backward', backward, BACKWARD_ELEMENTS, {'FIRST': end} | needs),
-            ):
-                if way == 'forward' and not end and not same:
-                    continue  # only the last launch of forward reads the features
-                block_d = elements // block_n
-                constants = {'SAME': same, 'BLOCK_D': block_d, 'BLOCK_N': block_n, 'TILES': MAX_TILES} | more | flags
-                label = ' '.join([name, way, *(flag for flag in ('FIRST', 'LAST', 'SAME') if constants.get(flag))])
-                yield Kernel(label, f'{block_d}×{block_n}', function, constants, SETS, dtypes=dtypes)
+    for name, end, view, block_n in itertools.product(solvers, (False, True), views, sizes):
+        forward, backward, flags = SOLVERS[name]
+        dtypes = ('fp32', 'fp16') if block_n == 64 and view == 'rms' else ('fp32',)
+        for way, function, elements, more in (
+            ('forward', forward, FORWARD_ELEMENTS, {'LAST': end}),
+            ('backward', backward, BACKWARD_ELEMENTS, {'FIRST': end, 'NEED_FEATURES': True}),
+        ):
+            block_d = elements // block_n
+            constants = {'VIEW': view, 'BLOCK_D': block_d, 'BLOCK_N': block_n, 'TILES': MAX_TILES} | more | flags
+            label = ' '.join([name, way, view, *(flag for flag in ('FIRST', 'LAST') if constants.get(flag))])
+            yield Kernel(label, f'{block_d}×{block_n}', function, constants, SETS, dtypes=dtypes)
 
 
-def local_kernels(cases: tuple[tuple[int, int, tuple[str, ...]], ...]) -> Iterator[Kernel]:
+def weight_kernels() -> Iterator[Kernel]:
+    """What makes coefficients of weights."""
+    for way, function in (('forward', coefficients.softplus_forward), ('backward', coefficients.softplus_backward)):
+        yield Kernel(f'softplus {way}', '1', function, {'BLOCK': coefficients.BLOCK}, WEIGHTS, num_warps=1)
+    for way in ('forward', 'backward'):
+        for quadratic in (False, True):
+            function = getattr(coefficients, f'badmm_coefficients_{way}')
+            label = f'badmm-{"eq"[quadratic]} coefficients {way}'
+            yield Kernel(label, '1', function, {'QUADRATIC': quadratic}, WEIGHTS, num_warps=1)
+        function = getattr(coefficients, f'sinkhorn_coefficients_{way}')
+        yield Kernel(f'sinkhorn coefficients {way}', '1', function, {}, WEIGHTS, num_warps=1)
+
+
+def local_kernels(cases: tuple[tuple[int, int, tuple[str, ...]], ...], solvers: tuple[str, ...]) -> Iterator[Kernel]:
     """Every kernel for windows."""
-    for (size, channels, views), (name, (*functions, flags)) in itertools.product(cases, LOCAL_SOLVERS.items()):
+    for (size, channels, views), name in itertools.product(cases, solvers):
+        *functions, flags = LOCAL_SOLVERS[name]
         for function, way in zip(functions, ('forward', 'backward'), strict=True):
             cut = windows.window_tiling(channels, size**2, way == 'backward')
             shape = {'KH': size, 'KW': size, 'BLOCK_W': cut.block_w, 'BLOCK_C': cut.block_c}
@@ -128,7 +143,8 @@ def compiled(kernel: Kernel, target: GPUTarget, dtype: str, layout: str) -> Any:
         elif name in kernel.tuples:
             size, *ones = kernel.tuples[name]
             fixed = ones[LAYOUTS.index(layout)]
-            signature[name] = tuple('constexpr' if j in fixed else 'i32' for j in range(size))
+            kind = '*fp32' if name in POINTERS else 'i32'
+            signature[name] = tuple('constexpr' if j in fixed else kind for j in range(size))
             values |= {(i, j): 1 for j in fixed}
         else:
             kinds = {'floor': 'fp32'} | dict.fromkeys(MAPS, f'*{dtype}') | dict.fromkeys(VECTORS, '*fp32')
@@ -178,12 +194,15 @@ def traffic() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=list(TARGETS))
-    parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows in float32 only')
+    parser.add_argument('--solvers', nargs='+', choices=SOLVERS, default=list(SOLVERS))
+    parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows, view rms, in float32 only')
     parser.add_argument('--output', type=Path, help='Markdown file to write: the most over dtypes and layouts')
     args = parser.parse_args()
 
-    sizes, cases = ((64,), ((3, 64, ('identity',)),)) if args.quick else ((16, 64, 256), LOCAL_CASES)
-    kernels = [*global_kernels(sizes), *local_kernels(cases)]
+    solvers = tuple(args.solvers)
+    sizes, cases = ((64,), ((3, 64, ('rms',)),)) if args.quick else ((16, 64, 256), LOCAL_CASES)
+    views = ('rms',) if args.quick else ('identity', 'rms', 'log')
+    kernels = [*weight_kernels(), *global_kernels(sizes, views, solvers), *local_kernels(cases, solvers)]
     print('| target | kernel | tile | dtype | layout | registers | spilled | shared |')
     print('| --- | --- | --- | --- | --- | --- | --- | --- |')
     most: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}

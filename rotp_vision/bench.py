@@ -1,14 +1,18 @@
 """Which backend to choose on this machine: agreement of the Triton kernels with the torch operators, and times.
 
-    rotp-vision bench --device cuda
+    rotp-vision bench --device cuda:0
 
-prints a Markdown table to keep or to post. On CPU there is only the torch backend, and nothing to choose.
+prints a Markdown table with agreement, times, launches and the share of a ResNet-50 step, and the same as JSON, which
+we ask you to post. On CPU there is only the torch backend, and nothing to choose.
 """
 
 import argparse
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import SOLVERS, Backend, backend_lacks
+from rotp_vision.core.solver import OVERRIDE
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
@@ -40,15 +45,30 @@ def run(args: argparse.Namespace) -> None:
     device = torch.device(args.device)
     if args.repeats < 1 or args.batch_size < 1:
         raise ValueError(f'repeats and batch-size must be positive, got {args.repeats} and {args.batch_size}')
-    if device.type == 'cuda' and not torch.cuda.is_available():
-        raise ValueError(f'device must be one that torch finds, got {args.device!r}: torch sees no GPU')
+    if device.type == 'cuda' and (device.index or 0) >= torch.cuda.device_count():
+        seen = f'torch sees {torch.cuda.device_count()} GPU(s)' if torch.cuda.is_available() else 'torch sees no GPU'
+        raise ValueError(f'device must be one that torch finds, got {args.device!r}: {seen}')
+    if os.environ.get(OVERRIDE):
+        raise ValueError(f'{OVERRIDE} overrides the backends that are to be compared: unset it')
+    # Events and kernels are those of the current device.
+    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+        _run(args, device)
+
+
+def _run(args: argparse.Namespace, device: torch.device) -> None:
     missing = backend_lacks('triton', torch.empty(0, device=device))
     print(_machine(device))
     layout = ', channels_last' if args.channels_last else ''
     print(f'Forward and backward of (B = {args.batch_size}, C, H, W) maps in {args.dtype}{layout}, medians in ms.\n')
-    print('| map | solver | average pooling | torch | triton | torch / triton | off float64: torch | triton |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- |')
-    speedups, wrong = [], []
+    step = _network_step(device, args) if device.type == 'cuda' else None
+    if step is not None:
+        print(f'A step of ResNet-50 at 224 pixels takes {step:.1f} ms.\n')
+    print(
+        '| map | solver | average pooling | torch | triton | torch / triton | off float64: torch | triton '
+        '| launches: torch | triton | triton, % of a step |'
+    )
+    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
+    speedups, wrong, rows = [], [], []
     for shape, local in [(shape, False) for shape in SHAPES] + [(shape, True) for shape in LOCAL_SHAPES]:
         x = torch.randn(args.batch_size, *shape, device=device, dtype=DTYPES[args.dtype]).relu_()
         if args.channels_last:
@@ -60,17 +80,32 @@ def run(args: argparse.Namespace) -> None:
             label = f'{"×".join(map(str, shape))}{windows} | {solver} | {average:.3f}'
             plain = _milliseconds(_pool(solver, 'torch', local).to(device), x, args.repeats)
             if missing:
-                print(f'| {label} | {plain:.3f} | – | – | – | – |')
+                print(f'| {label} | {plain:.3f} | – | – | – | – | – | – | – |')
+                rows.append({'map': shape, 'local': local, 'solver': solver, 'average_ms': average, 'torch_ms': plain})
                 continue
             fast = _milliseconds(_pool(solver, 'triton', local).to(device), x, args.repeats)
             right = _results(_pool(solver, 'torch', local).to(device).double(), x.detach().double().requires_grad_())
             own, error = (
                 _off(_results(_pool(solver, name, local).to(device), x), right) for name in ('torch', 'triton')
             )
-            print(f'| {label} | {plain:.3f} | {fast:.3f} | {plain / fast:.2f} | {own:.1e} | {error:.1e} |')
+            launches = [_launches(_pool(solver, name, local).to(device), x) for name in ('torch', 'triton')]
+            share = None if step is None else 100 * fast / step
+            print(
+                f'| {label} | {plain:.3f} | {fast:.3f} | {plain / fast:.2f} | {own:.1e} | {error:.1e} '
+                f'| {_shown(launches[0])} | {_shown(launches[1])} | {_shown(share)} |'
+            )
+            rows.append(
+                {'map': shape, 'local': local, 'solver': solver, 'average_ms': average, 'torch_ms': plain}
+                | {'triton_ms': fast, 'torch_error': own, 'triton_error': error, 'step_share_percent': share}
+                | {'torch_launches': launches[0], 'triton_launches': launches[1]}
+            )
             speedups.append(plain / fast)
             if not error <= AGREEMENT + torch.finfo(x.dtype).eps + OWN_ERRORS * own:  # so is NaN
                 wrong.append(label)
+    print()
+    summary = {'machine': _machine(device), 'batch_size': args.batch_size, 'dtype': args.dtype, 'step_ms': step}
+    print('Please post this line:')
+    print(json.dumps(summary | {'channels_last': args.channels_last, 'rows': rows}))
     print()
     if missing:
         print(f"Backend 'triton' {missing}: here there is the torch backend only.")
@@ -81,6 +116,43 @@ def run(args: argparse.Namespace) -> None:
         choice = 'triton' if statistics.geometric_mean(speedups) > 1 else 'torch'
         slow = sum(speedup < 1 for speedup in speedups)
         print(f"Choose backend='{choice}': triton agrees everywhere, and is slower in {slow} of {len(speedups)} rows.")
+
+
+def _shown(value: float | None) -> str:
+    return '–' if value is None else f'{value:.3g}'
+
+
+def _launches(pool: nn.Module, x: Tensor) -> int | None:
+    """Kernels of forward and backward, as the profiler of the device counts them; None on CPU."""
+    if not x.is_cuda:
+        return None
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        pool(x).sum().backward()
+        torch.cuda.synchronize(x.device)
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events())
+
+
+def _network_step(device: torch.device, args: argparse.Namespace) -> float:
+    """Median ms of forward and backward of ResNet-50 with average pooling; half precision is under autocast."""
+    import timm
+
+    model = timm.create_model('resnet50').to(device)
+    images = torch.randn(args.batch_size, 3, 224, 224, device=device)
+    if args.channels_last:
+        model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
+    dtype = DTYPES[args.dtype]
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            loss = model(images).square().mean()
+        loss.backward()
+        model.zero_grad()
+
+    for _ in range(3):
+        step()
+    return statistics.median(_time_on_gpu(step) for _ in range(args.repeats))
 
 
 def _pool(solver: str, backend: Backend, local: bool) -> nn.Module:

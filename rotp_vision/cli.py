@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | visualize | bench."""
+"""The command line: rotp-vision convert | inspect | revert | verify | visualize | bench | train."""
 
 import argparse
 import ast
@@ -32,9 +32,18 @@ from rotp_vision.hub import (
 from rotp_vision.layers import pool_options
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
 from rotp_vision.tables import text_table
+from rotp_vision.training.script import train
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ['train']:  # which has a parser and messages of its own
+        try:
+            train(arguments[1:])
+        except ModuleNotFoundError as error:
+            print(f'rotp-vision train: {error}', file=sys.stderr)
+            return 1
+        return 0
     args = _parser().parse_args(arguments)
     logging.basicConfig(format='%(message)s', level=logging.WARNING)
     try:
@@ -99,6 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser('bench', help='check and time the backends on this machine')
     bench.add_arguments(command)
     command.set_defaults(run=bench.run)
+
+    commands.add_parser('train', help='train in two stages, by `train_imagenet.py`; see `rotp-vision train --help`')
     return parser
 
 

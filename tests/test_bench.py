@@ -1,6 +1,7 @@
 """`rotp-vision bench` where there is nothing to choose; `sets_interpreted` has the rest."""
 
 import argparse
+import json
 
 import pytest
 
@@ -25,8 +26,19 @@ def test_times_torch_and_says_why_not_triton(installed, need, monkeypatch, capsy
     assert printed.count('| 4×6×6, 3×3 windows, stride 2 |') == 3
     assert f"Backend 'triton' {need}" in printed
     assert 'here there is the torch backend only' in printed
+    posted = json.loads(printed.split('Please post this line:\n')[1].splitlines()[0])
+    assert len(posted['rows']) == 6
+    assert posted['dtype'] == 'bfloat16'
 
 
 def test_bad_arguments():
     with pytest.raises(ValueError, match='repeats'):
         run('--device', 'cpu', '--repeats', '0')
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    with pytest.raises(ValueError, match="got 'cuda:7': torch sees"):
+        run('--device', 'cuda:7')
+    monkeypatch.setenv('ROTP_BACKEND', 'torch')
+    with pytest.raises(ValueError, match='ROTP_BACKEND overrides the backends that are to be compared'):
+        run('--device', 'cpu')

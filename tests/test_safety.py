@@ -19,8 +19,8 @@ from rotp_vision import hub
 from rotp_vision.cli import main
 from rotp_vision.images import FORMATS, UnreadableImage, open_image
 from rotp_vision.training.checkpoint import Progress, save_checkpoint
-from rotp_vision.training.config import ModelConfig, PoolConfig, RunConfig
-from rotp_vision.training.data import TrainImages, ValImages
+from rotp_vision.training.config import DataConfig, ModelConfig, PoolConfig, RunConfig
+from rotp_vision.training.data import TrainImages, ValImages, transforms
 from rotp_vision.training.finish import export
 from rotp_vision.training.model import build_model, load_for_evaluation
 from rotp_vision.training.sources import FolderSource
@@ -166,8 +166,9 @@ def test_a_broken_image_has_a_name_wherever_it_is_read(tmp_path, saved, make, ca
     assert caught.value.name == str(file)
 
     source = FolderSource(tmp_path / 'images')
-    assert TrainImages(source, lambda image: torch.zeros(1), 0, 0)[2][2] == [str(file)]
-    assert ValImages(source, lambda image: torch.zeros(1))[2] == (None, -1, [str(file)])
+    train, val = transforms(DataConfig(image_size=32), (0.5,) * 3, (0.5,) * 3)
+    assert TrainImages(source, train, 0)[0, 2].broken == [str(file)]
+    assert ValImages(source, val)[2][:3] == (None, -1, [str(file)])
 
     weights = tmp_path / 'native.safetensors'
     save_file(timm.create_model('test_resnet', num_classes=3).state_dict(), weights)

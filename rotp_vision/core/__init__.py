@@ -13,12 +13,13 @@ from rotp_vision.core.solver import (
     Solver,
     Windows,
     backend_lacks,
+    positive_weights,
     rot_pool,
     rot_pool_windows,
     solve,
 )
 from rotp_vision.core.structure import Similarity, structural_force
-from rotp_vision.core.weights import StepWeights, step_weights
+from rotp_vision.core.weights import StepWeights, scaled_softplus, step_weights
 
 __all__ = [
     'BACKENDS',
@@ -38,10 +39,12 @@ __all__ = [
     'explicit_pool',
     'objective',
     'pool',
+    'positive_weights',
     'register_solver',
     'rot_pool',
     'rot_pool_windows',
     'rot_problem',
+    'scaled_softplus',
     'sinkhorn',
     'solve',
     'step_weights',

@@ -1,7 +1,8 @@
 """Which solver and which backend, and the front doors that every layer uses: the plan, and the pooled features."""
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, get_args
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from rotp_vision.core.problem import ROTProblem, normalize_mass
 from rotp_vision.core.registered import SOLVERS, Formula, pool_in_chunks, transforms_active
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
-from rotp_vision.core.weights import StepWeights, require
+from rotp_vision.core.weights import StepWeights, require, scaled_softplus
 
 Backend = Literal['auto', 'torch', 'triton', 'reference']
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+# The environment variable that, where it is set, chooses the backend in place of every solver's own choice.
+OVERRIDE = 'ROTP_BACKEND'
 
 
 class Solver(NamedTuple):
@@ -26,7 +29,7 @@ class Solver(NamedTuple):
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
     implicit: bool = False  # Sinkhorn: whether gradients take it for converged, which is cheaper for many steps
-    backend: Backend = 'auto'  # of rot_pool: 'auto' is 'torch'
+    backend: Backend = 'auto'  # of rot_pool, which says what 'auto' is
 
 
 class Windows(NamedTuple):
@@ -49,9 +52,14 @@ class Implementation(NamedTuple):
 
     refuses: Callable[[StepWeights, Solver], str | None]  # the reason why it cannot solve this
     lacks: Callable[[Tensor], str | None]  # the reason why it cannot run on such features
-    pool: Callable[[ROTProblem, StepWeights, Solver], Tensor]
-    # As `rot_pool_windows`; None where it has nothing for windows.
-    pool_windows: Callable[[Tensor, StepWeights, Solver, Windows, str], Tensor | None] | None = None
+    pool: Callable[..., Tensor]  # (problem, weights, solver), and the gain if `takes_gain`
+    # (maps, weights, solver, windows, view), and the gain, as `rot_pool_windows`; None where it has nothing for them.
+    pool_windows: Callable[..., Tensor | None] | None = None
+    takes_gain: bool = False  # whether the two multiply what they return with a gain, one number
+    # Whether 'auto' may choose it for such features (sets, or maps with windows), weights, solver and view.
+    trusted: Callable[[Tensor, StepWeights, Solver, str, Windows | None], bool] = lambda *problem: False
+    # `scaled_softplus`, once it is trusted if the last argument says so; returns None where it does not apply.
+    softplus: Callable[[Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, ...] | None] | None = None
 
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {}
@@ -60,6 +68,11 @@ _IMPLEMENTATIONS: dict[str, Implementation] = {}
 def register_backend(name: Backend, implementation: Implementation) -> None:
     """Let the front doors choose `implementation` where a solver's backend is `name`."""
     _IMPLEMENTATIONS[name] = implementation
+
+
+def registered(name: Backend) -> Implementation:
+    """The implementation of that name."""
+    return _IMPLEMENTATIONS[name]
 
 
 def backend_lacks(name: Backend, features: Tensor) -> str | None:
@@ -92,18 +105,32 @@ def _badmm(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
 SOLVERS |= {'sinkhorn': Formula(_sinkhorn), 'badmm-e': Formula(_badmm), 'badmm-q': Formula(_badmm)}
 
 
-def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    """(B, D) pooled features of a problem, in their dtype: `pool(problem.features, solve(problem, weights, solver))`.
+def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver, gain: Tensor | None = None) -> Tensor:
+    """(B, D) pooled features of a problem, in their dtype: `gain · pool(problem.features, solve(problem, weights))`.
 
     The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
-    'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd; 'auto' is
-    'torch', on every device.
+    'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd. 'auto' is
+    'torch', but on CUDA it is 'triton' wherever that applies and has passed a check at its first use
+    (`rotp_vision.core.triton.check`), and else, while a model is compiled there, 'reference', which a compiler fuses.
+    The environment variable ROTP_BACKEND overrides the solver's choice.
+
+    Args:
+        problem: the batch of problems.
+        weights: of the modules.
+        solver: the algorithm and its backend.
+        gain: () or (D,) a factor on the result; None for one.
     """
-    return _implementation(problem.features, weights, solver).pool(problem, weights, solver)
+    chosen = _implementation(problem.features, weights, solver, problem.view)
+    return _scaled(chosen.pool, chosen, (problem, weights, solver), gain)
 
 
 def rot_pool_windows(
-    maps: Tensor, weights: StepWeights, solver: Solver, windows: Windows, view: str = 'identity'
+    maps: Tensor,
+    weights: StepWeights,
+    solver: Solver,
+    windows: Windows,
+    view: str = 'identity',
+    gain: Tensor | None = None,
 ) -> Tensor | None:
     """(B, C, H', W') every window of `maps` (B, C, H, W) pooled with uniform priors, in their dtype and memory format.
 
@@ -111,18 +138,52 @@ def rot_pool_windows(
     Every window has a pixel inside the map. None where the backend has no way to do it but to cut the windows out,
     which is then for the caller to do.
     """
-    pool_windows = _implementation(maps, weights, solver).pool_windows
-    return None if pool_windows is None else pool_windows(maps, weights, solver, windows, view)
+    chosen = _implementation(maps, weights, solver, view, windows)
+    if chosen.pool_windows is None:
+        return None
+    shaped = gain.view(-1, 1, 1) if gain is not None and gain.dim() else gain
+    return _scaled(chosen.pool_windows, chosen, (maps, weights, solver, windows, view), shaped)
 
 
-def _implementation(features: Tensor, weights: StepWeights, solver: Solver) -> Implementation:
+def _scaled(pool: Callable[..., Any], chosen: Implementation, inputs: tuple, gain: Tensor | None) -> Any:
+    """What `pool` returns, times the gain, which a backend takes itself where it can."""
+    if chosen.takes_gain and (gain is None or gain.dim() == 0):
+        return pool(*inputs, gain)
+    pooled = pool(*inputs, None) if chosen.takes_gain else pool(*inputs)
+    return pooled if gain is None or pooled is None else pooled * gain.to(pooled.dtype)
+
+
+def positive_weights(betas: Sequence[Tensor], starts: Sequence[Tensor], solver: Solver) -> tuple[Tensor, ...]:
+    """`scaled_softplus` of all the weights of a layer: one launch where the solver's backend is or means 'triton'."""
+    backend, fused = backend_of(solver), _IMPLEMENTATIONS['triton'].softplus
+    if fused is not None and (backend == 'triton' or (backend == 'auto' and on_gpu(betas[0]))):
+        weights = fused(betas, starts, backend == 'auto')
+        if weights is not None:
+            return weights
+    return scaled_softplus(betas, starts)
+
+
+def backend_of(solver: Solver) -> Backend:
+    """The backend that a solver asks for, unless the environment says otherwise."""
+    name = os.environ.get(OVERRIDE) or solver.backend
+    if name not in BACKENDS:
+        raise ValueError(f'{_source(solver)} must be one of {", ".join(BACKENDS)}, got {name!r}')
+    return cast(Backend, name)
+
+
+def _source(solver: Solver) -> str:
+    return f'the environment variable {OVERRIDE}' if os.environ.get(OVERRIDE) else 'backend'
+
+
+def _implementation(
+    features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None = None
+) -> Implementation:
     """The backend that the solver chooses, once it is certain that it can run."""
-    if solver.backend not in BACKENDS:
-        raise ValueError(f'backend must be one of {", ".join(BACKENDS)}, got {solver.backend!r}')
+    backend = backend_of(solver)
     if _formula(solver).weights is not None:
-        if solver.backend == 'triton':
+        if backend == 'triton':
             raise ValueError(f"backend 'triton' has no kernel of solver {solver.name!r}; use backend 'auto'")
-        return _IMPLEMENTATIONS['reference' if solver.backend == 'reference' else 'registered']
+        return _IMPLEMENTATIONS['reference' if backend == 'reference' else 'registered']
     if solver.implicit and solver.name != 'sinkhorn':
         raise ValueError(f'implicit is for sinkhorn, got {solver}')
     if solver.num_inner < 1:
@@ -136,11 +197,33 @@ def _implementation(features: Tensor, weights: StepWeights, solver: Solver) -> I
     # ONNX knows no operator of ours, and torch.func has no derivatives of them: both see the formula itself.
     if torch.onnx.is_in_onnx_export() or (transforms_active() and not solver.implicit):
         return _IMPLEMENTATIONS['reference']
-    chosen = _IMPLEMENTATIONS['torch' if solver.backend == 'auto' else solver.backend]
+    if backend == 'auto':
+        backend = _automatic(features, weights, solver, view, windows)
+    chosen = _IMPLEMENTATIONS[backend]
     reason = chosen.refuses(weights, solver) or chosen.lacks(features)
     if reason is not None:
-        raise ValueError(f"backend '{solver.backend}' {reason}; use backend 'auto' or 'torch'")
+        by = f' (from {_source(solver)})' if backend != solver.backend else ''
+        raise ValueError(f"backend '{backend}'{by} {reason}; use backend 'auto' or 'torch'")
     return chosen
+
+
+def _automatic(
+    features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None
+) -> Literal['torch', 'triton', 'reference']:
+    """What 'auto' is."""
+    if not on_gpu(features):
+        return 'torch'
+    fast = _IMPLEMENTATIONS['triton']
+    able = fast.refuses(weights, solver) is None and fast.lacks(features) is None
+    if able and fast.trusted(features, weights, solver, view, windows):
+        return 'triton'
+    # To a compiler an operator is one opaque node, while what it sees it fuses.
+    return 'reference' if torch.compiler.is_compiling() and not solver.implicit else 'torch'
+
+
+def on_gpu(features: Tensor) -> bool:
+    """Whether these are features for which 'auto' looks for GPU kernels."""
+    return features.is_cuda
 
 
 def _pool_by_formula(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:

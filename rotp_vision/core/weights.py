@@ -1,10 +1,12 @@
 """The weights of a solver's modules."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 Weight = float | Sequence[float] | Tensor
 
@@ -66,6 +68,13 @@ def step_weights(
         expand('step', step),
         expand('proximal', proximal),
     )
+
+
+def scaled_softplus(betas: Sequence[Tensor], starts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Positive weights w = start · softplus(β) / softplus(0), in float32 or wider."""
+    # A half-precision model keeps its weights in half precision but solves in float32.
+    wide = (beta.to(torch.promote_types(beta.dtype, torch.float32)) for beta in betas)
+    return tuple(start * (F.softplus(beta) / math.log(2.0)) for beta, start in zip(wide, starts, strict=True))
 
 
 def require(solver: str, weights: StepWeights, *names: str) -> list[tuple[Tensor, ...]]:

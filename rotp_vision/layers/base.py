@@ -99,11 +99,9 @@ class ROTPool(OneNode):
             pooled = explicit_pool(
                 problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
             )
-        else:
-            pooled = rot_pool(problem, self.weights(), self.solver)
-        if self.gain is not None:
-            pooled = pooled * self.gain().to(pooled.dtype)
-        return pooled
+            return pooled if self.gain is None else pooled * self.gain().to(pooled.dtype)
+        weights, gain = self.weights.with_gain(self.gain, self.solver)
+        return rot_pool(problem, weights, self.solver, gain)
 
     def _without_masked(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """`x` (B, D, N) with masked samples set to zero, as padding may hold anything, NaN included."""

@@ -11,8 +11,10 @@ from rotp_vision.core import Windows, rot_pool_windows, transforms_active
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 
-# Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it.
-CHUNK_VALUES = 2**21
+# Number of window values that are pooled at a time; a backward pass recomputes a small multiple of it. On CPU a chunk
+# should stay in the cache; elsewhere launches count, and the limit only bounds memory.
+CHUNK_VALUES = {'cpu': 2**21}
+CHUNK_VALUES_ELSEWHERE = 2**27
 
 
 class Pixels(NamedTuple):
@@ -106,9 +108,8 @@ class LocalROTPool2d(ROTPool):
         pooled: Tensor | None = None
         if self.prior is None and prior is None and not torch.jit.is_scripting():  # pyright: ignore
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            pooled = rot_pool_windows(x, self.weights(), self.solver, windows, self.view)
-            if pooled is not None and self.gain is not None:
-                pooled = pooled * self.gain().to(pooled.dtype).view(-1, 1, 1)
+            weights, gain = self.weights.with_gain(self.gain, self.solver)
+            pooled = rot_pool_windows(x, weights, self.solver, windows, self.view, gain)
             if pooled is not None and not self.count_include_pad:
                 return pooled
         padding = [left, right, top, bottom]
@@ -136,14 +137,13 @@ class LocalROTPool2d(ROTPool):
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
             return self._pool_rows(padded, pixels, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
-        step = max(1, CHUNK_VALUES // max(1, size))
-        if step >= rows:
-            return self._pool_rows(padded, pixels, 0, rows, columns)
-        pool_rows = (
-            self._pool_rows_keeping_nothing if torch.is_grad_enabled() and not transforms_active() else self._pool_rows
-        )
-        chunks = [pool_rows(padded, pixels, i, min(i + step, rows), columns) for i in range(0, rows, step)]
-        return torch.cat(chunks, 2)
+        limit = CHUNK_VALUES.get(padded.device.type, CHUNK_VALUES_ELSEWHERE)
+        step = max(1, limit // max(1, size))
+        chunks: list[Tensor] = []
+        for first in range(0, rows, step):
+            pooled, padded = self._pool_chunk(padded, pixels, first, min(first + step, rows), columns, step < rows)
+            chunks.append(pooled)
+        return torch.cat(chunks, 2) if len(chunks) > 1 else chunks[0]
 
     def _pool_rows(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
@@ -151,20 +151,27 @@ class LocalROTPool2d(ROTPool):
         pooled = self._pool(self._problem(sets, mask, logits))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
-    def _pool_rows_keeping_nothing(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int):
-        """`_pool_rows` that saves no windows for its backward pass, which copies them out of the map again."""
+    def _pool_chunk(
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int, one_of_many: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`_pool_rows`, and the map for the next chunk, see `_CutWindows`.
+
+        Of many chunks none saves its windows for its backward pass, which copies them out of the map again.
+        """
+        if not torch.is_grad_enabled() or transforms_active():
+            return self._pool_rows(padded, pixels, first, last, columns), padded
         made: dict[str, Tensor] = {}
         source = padded.detach()
 
-        def make(windows_of: Tensor):
-            made['sets'], mask, logits = self._windows(windows_of, pixels, first, last, columns)
-            problem = self._problem(made['sets'], mask, logits)
-            made['features'] = problem.features  # another tensor where there is a mask
+        def make(sets: Tensor, mask: Tensor | None, logits: Tensor | None):
+            problem = self._problem(sets, mask, logits)
+            # Another tensor where there is a mask.
+            made.update(sets=sets, features=problem.features)
             return problem
 
         def pack(tensor: Tensor) -> Tensor | str:
             for name, known in made.items():
-                if tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
+                if one_of_many and tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
                     return name
             return tensor
 
@@ -173,13 +180,14 @@ class LocalROTPool2d(ROTPool):
                 return packed
             if not made:
                 with torch.no_grad():
-                    make(source)
+                    make(*self._windows(source, pixels, first, last, columns))
             return made[packed]
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            pooled = self._pool(make(padded))
+            windows, padded = _CutWindows.apply(padded, self._taps_of(first, last, columns))  # pyright: ignore
+            pooled = self._pool(make(windows.flatten(0, 2).mT, *self._known(padded, pixels, first, last, columns)))
         made.clear()
-        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
+        return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2), padded
 
     def _prior_map(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
         """(B or 1, 1, H, W) the prior that is given for the maps `x`."""
@@ -199,30 +207,42 @@ class LocalROTPool2d(ROTPool):
         self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), their mask and logits of q0."""
+        sets = self._cut(padded, first, last, columns).flatten(0, 2).mT
+        mask, logits = self._known(padded, pixels, first, last, columns)
+        return sets, mask, logits
+
+    def _known(
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask and the logits of q0 of the windows of some rows, (B h W', k²) each."""
         mask: Tensor | None = None
         logits: Tensor | None = None
         inside, log_prior = pixels.inside, pixels.log_prior
         if inside is not None:
-            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)  # (B h W', k²)
+            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
         if log_prior is not None:
             logits = self._cut(log_prior, first, last, columns)  # (b, h, W', k², 1)
             logits = logits.expand(padded.shape[0], -1, -1, -1, -1).flatten(3).flatten(0, 2)
-        return self._cut(padded, first, last, columns).flatten(0, 2).mT, mask, logits
+        return mask, logits
 
     def _cut(self, padded: Tensor, first: int, last: int, columns: int) -> Tensor:
         """(B, h, W', k², C) the windows of some rows."""
+        taps: list[Tensor] = []
+        for y, y_end, y_step, x, x_end, x_step in self._taps_of(first, last, columns):
+            taps.append(padded[:, :, y:y_end:y_step, x:x_end:x_step].permute(0, 2, 3, 1))
+        return torch.stack(taps, 3)
+
+    def _taps_of(self, first: int, last: int, columns: int) -> list[tuple[int, int, int, int, int, int]]:
+        """Where in the padded map the taps of the windows of some rows lie, as two slices each."""
         (kernel_h, kernel_w), (dilation_h, dilation_w) = self.kernel_size, self.dilation
         stride_h, stride_w = self.stride
-        # Only the rows of the chunk, so that the gradient of each tap is no larger than the chunk.
-        begin, end = first * stride_h, (last - 1) * stride_h + dilation_h * (kernel_h - 1) + 1
-        part = padded[:, :, begin:end].permute(0, 2, 3, 1)
         reach_h, reach_w = (last - first - 1) * stride_h + 1, (columns - 1) * stride_w + 1
-        taps: list[Tensor] = []
+        taps: list[tuple[int, int, int, int, int, int]] = []
         for i in range(kernel_h):
             for j in range(kernel_w):
-                y, x = i * dilation_h, j * dilation_w
-                taps.append(part[:, y : y + reach_h : stride_h, x : x + reach_w : stride_w])
-        return torch.stack(taps, 3)
+                y, x = first * stride_h + i * dilation_h, j * dilation_w
+                taps.append((y, y + reach_h, stride_h, x, x + reach_w, stride_w))
+        return taps
 
     def _layout(self, size: int, axis: int) -> tuple[int, int, int]:
         """Number of windows along an axis, as in torch's pooling, and the padding before and after."""
@@ -270,6 +290,37 @@ class LocalROTPool2d(ROTPool):
 
 def _inside(taps: Tensor, size: int) -> Tensor:
     return (taps >= 0) & (taps < size)
+
+
+class _CutWindows(torch.autograd.Function):
+    """Windows (B, h, W', k², C) cut out of a padded map, and the map once more, for the next to cut theirs out of.
+
+    As the map goes from one to the next, backward comes from the last to the first, and each adds its part of the one
+    gradient in place: no chunk makes a gradient as large as the map.
+    """
+
+    @staticmethod
+    def forward(ctx, padded: Tensor, taps: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        ctx.taps, ctx.shape = taps, padded.shape
+        ctx.channels_last = padded.stride(1) == 1
+        ctx.set_materialize_grads(False)
+        parts = [padded[:, :, y:y_end:y_step, x:x_end:x_step] for y, y_end, y_step, x, x_end, x_step in taps]
+        return torch.stack([part.permute(0, 2, 3, 1) for part in parts], 3), padded.view_as(padded)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx, d_windows: Tensor | None, d_padded: Tensor | None
+    ) -> tuple[Tensor | None, None]:
+        if d_windows is None:
+            return d_padded, None
+        if d_padded is None:
+            layout = torch.channels_last if ctx.channels_last else torch.contiguous_format
+            d_padded = torch.empty(ctx.shape, dtype=d_windows.dtype, device=d_windows.device, memory_format=layout)
+            d_padded.zero_()
+        for tap, (y, y_end, y_step, x, x_end, x_step) in enumerate(ctx.taps):
+            # As a method: the operator would copy the result onto itself.
+            d_padded[:, :, y:y_end:y_step, x:x_end:x_step].add_(d_windows[:, :, :, tap].permute(0, 3, 1, 2))
+        return d_padded, None
 
 
 def _pair(name: str, value: Any, least: int) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import SOLVERS, VIEW_FLOOR, StepWeights, transforms_active
+from rotp_vision.core import SOLVERS, VIEW_FLOOR, Solver, StepWeights, positive_weights, transforms_active
 from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
@@ -96,6 +96,16 @@ class ModuleWeights(nn.Module):
             None if self.proximal is None else self.proximal().expand(self.num_modules),
         )
 
+    def with_gain(self, gain: PositiveWeight | None, solver: Solver) -> tuple[StepWeights, Tensor | None]:
+        """The weights, and that of `gain`, all made at once by the solver's backend."""
+        given = {name: weight for name, weight in self.named_children() if isinstance(weight, PositiveWeight)}
+        every = [*given.values()] if gain is None else [*given.values(), gain]
+        values = positive_weights([weight.beta for weight in every], [weight.start for weight in every], solver)
+        weights = {name: value.expand(self.num_modules) for name, value in zip(given, values, strict=False)}
+        if 'smoothness' not in weights:
+            weights['smoothness'] = weights['step']  # every solver reads one of the two
+        return StepWeights(**weights), None if gain is None else values[-1]
+
 
 class RegisteredWeights(nn.Module):
     """The weights of the modules of a registered solver, which sees them as the attributes that it has declared."""
@@ -112,6 +122,10 @@ class RegisteredWeights(nn.Module):
         weights_type = SOLVERS[self.solver].weights_type
         assert weights_type is not None
         return weights_type(*(weight().expand(self.num_modules) for weight in self.children()))
+
+    def with_gain(self, gain: PositiveWeight | None, solver: Solver) -> tuple[Any, Tensor | None]:
+        """The weights, and that of `gain`."""
+        return self(), None if gain is None else gain()
 
 
 class AttentionPrior(nn.Module):

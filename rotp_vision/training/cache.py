@@ -22,12 +22,23 @@ from torch.utils.data import DataLoader, Dataset
 from rotp_vision.files import force_to_disk, write_atomically
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training.checkpoint import digest_of
-from rotp_vision.training.config import DataConfig
+from rotp_vision.training.config import DataConfig, RunConfig
 from rotp_vision.training.context import Run, fail_together
-from rotp_vision.training.data import Batch, Shard, TrainImages, ValImages, epoch_batches, shard_loader
+from rotp_vision.training.data import (
+    Batch,
+    Schedule,
+    Shard,
+    TrainImages,
+    ValImages,
+    check_shared_memory,
+    chosen_batches,
+    loading,
+    on_device,
+    shard_places,
+)
 from rotp_vision.training.model import map_shape, normalization
 from rotp_vision.training.processes import exit_status, iterate
-from rotp_vision.training.sources import FolderSource, HubSource, StreamSource
+from rotp_vision.training.sources import FolderSource, HubSource, PartSource, StreamSource
 
 
 class PoolAndClassifier(nn.Module):
@@ -60,7 +71,12 @@ class CachePlan:
     @property
     def bytes(self) -> int:
         """Size on disk over all processes."""
-        return (max(self.views, 1) * self.train_images + self.val_images) * int(np.prod(self.shape)) * 2
+        return (max(self.views, 1) * self.train_images + self.val_images) * self.map_bytes
+
+    @property
+    def map_bytes(self) -> int:
+        """Size of one map."""
+        return int(np.prod(self.shape)) * 2
 
     def check_disk(self, directory: Path) -> None:
         """Raise an OSError if the cache would not fit on the disk."""
@@ -89,6 +105,8 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
 
 def _images_of(source: object) -> object:
     """A value that changes when images are added, removed or modified; None if that cannot be known."""
+    if isinstance(source, PartSource):
+        return [_images_of(source.whole), hashlib.sha256(source.indices.tobytes()).hexdigest()]
     if isinstance(source, FolderSource):
         digest = hashlib.sha256()
         for file in source.files:
@@ -149,7 +167,7 @@ def write_shard(file: Path, batches: Iterator[Batch], compute: Callable[[Tensor]
         if maps is None:
             maps = np.lib.format.open_memmap(temporary, 'w+', np.float16, (length, *values.shape[1:]))
         maps[done : done + len(half)] = half.cpu().numpy()
-        labels[done : done + len(half)] = batch.labels.numpy()
+        labels[done : done + len(half)] = batch.labels.cpu().numpy()
         done += len(half)
         broken += batch.broken
     assert maps is not None
@@ -190,27 +208,24 @@ class CachedMaps(Dataset):
         return Batch(maps, torch.tensor([label for label in labels if label >= 0]), [])
 
 
-class FeatureCache:
-    """All parts of a cache."""
+class FeatureCache(Dataset):
+    """All parts of a cache; as a dataset, its training maps by (epoch, indices)."""
 
     def __init__(self, directory: Path, views: int, processes: int):
         self.train = [CachedMaps(directory, f'train{view}', processes) for view in range(max(views, 1))]
         self.val = CachedMaps(directory, 'val', processes)
-        self.as_evaluated = views == 0  # whether training images have the evaluation transform
 
-    def train_batches(
-        self, global_batch: int, accumulation: int, shard: Shard, seed: int, epoch: int, start: int, workers: int
-    ) -> Iterator[Batch]:
-        """The maps of the images of `train_loader`; epochs use the views in turn."""
-        maps = self.train[epoch % len(self.train)]
-        batches = epoch_batches(len(maps), global_batch, accumulation, shard, seed, epoch, start)
-        return iterate(DataLoader(maps, None, sampler=batches, num_workers=workers, generator=torch.Generator()))
+    def __getitem__(self, place: tuple[int, list[int]]) -> Batch:
+        epoch, indices = place
+        return self.train[epoch % len(self.train)][indices]  # epochs use the views in turn
+
+    def train_batches(self, schedule: Schedule, workers: int) -> Iterator[Batch]:
+        """The maps of the images of `data.train_batches`."""
+        yield from iterate(DataLoader(self, None, sampler=schedule.passes(), **loading(workers)))  # type: ignore[arg-type]
 
     def val_batches(self, batch_size: int, shard: Shard) -> Iterator[Batch]:
-        """The maps of the images of `val_loader`."""
-        mine = range(shard.rank, len(self.val), shard.processes)
-        for first in range(0, len(mine), batch_size):
-            yield self.val[list(mine[first : first + batch_size])]
+        """The maps of the images of `data.val_loader`."""
+        return (self.val[indices] for indices in shard_places(len(self.val), batch_size, shard))
 
 
 def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -227,26 +242,32 @@ def _until_stopped(run: Run, batches: Iterator[Batch]) -> Iterator[Batch]:
         yield batch
 
 
+def cache_directory(config: RunConfig) -> Path:
+    """Where the caches of a run are."""
+    return Path(config.stage2.cache_dir) if config.stage2.cache_dir else Path(config.output) / 'cache'
+
+
 def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     """The maps of all images by the frozen backbone of `model`; those that are not cached yet are computed."""
     config, data, shard = run.config, run.config.data, run.shard
     assert not isinstance(run.train, StreamSource)  # the configuration does not allow it
     assert not isinstance(run.val, StreamSource)
     views = config.stage2.cache_views
-    base = Path(config.stage2.cache_dir) if config.stage2.cache_dir else run.output / 'cache'
     name = ''
     if run.main:  # on other machines the copies of the images may have other modification times
         # Besides the weights, maps depend on the network, the normalization, the precision and the images.
         others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
         others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
         name = fingerprint(model, data, config.seed, views, others)
-    directory = base / run.host.gather(name)[0]
-    filler = torch.zeros(3, data.image_size, data.image_size)
+    directory = cache_directory(config) / run.host.gather(name)[0]
+    filler = torch.zeros(data.image_size, data.image_size, 3, dtype=torch.uint8)
     parts: dict[str, TrainImages | ValImages] = {'val': ValImages(run.val, run.val_transform, filler)}
     if views == 0:
         parts['train0'] = ValImages(run.train, run.val_transform, filler)
-    for view in range(views):
-        parts[f'train{view}'] = TrainImages(run.train, run.train_transform, config.seed, view)
+    else:
+        parts |= dict.fromkeys(
+            (f'train{view}' for view in range(views)), TrainImages(run.train, run.train_transform, config.seed)
+        )
 
     mine = {part: shard_file(directory, part, shard) for part in parts}
     missing = [part for part, file in mine.items() if not is_whole(file)]
@@ -255,29 +276,34 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     if damaged:
         message = f'{", ".join(damaged)} in {directory} are damaged and are computed again'
         run.console.print(f'[yellow]warning:[/] {escape(message)}', soft_wrap=True)
-    if any(run.host.gather(missing)):
-        plan = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views)
-        problem = None
-        try:
+    plan, problem = CachePlan(map_shape(model, data.image_size), len(run.train), len(run.val), views), None
+    try:
+        check_shared_memory(data.workers, run.local_batch * plan.map_bytes)
+        if missing:
             plan.check_disk(directory)
-        except OSError as error:
-            problem = error
-        fail_together(run.host, problem)
+    except OSError as error:
+        problem = error
+    fail_together(run.host, problem)
+    if any(run.host.gather(missing)):
         message = f'computing {plan.bytes / 2**20:.0f} MiB of feature maps into {directory}'
         run.console.print(message, soft_wrap=True, markup=False)
 
     @torch.no_grad()
     def compute(images: Tensor) -> Tensor:
         with run.accelerator.autocast():
-            return model.forward_features(run.to_device(images)).float()  # type: ignore[operator]
+            return model.forward_features(images).float()  # type: ignore[operator]
 
     model.eval()
     for part, dataset in parts.items():
         broken: list[str] = []
         if part in missing:
-            batches = _until_stopped(run, shard_loader(dataset, data, run.local_batch, shard))
-            length = len(range(shard.rank, len(dataset), shard.processes))
-            broken = write_shard(mine[part], batches, compute, length)
+            places = shard_places(len(dataset), run.local_batch, shard)
+            length = sum(map(len, places))
+            if isinstance(dataset, TrainImages):
+                view = int(part.removeprefix('train'))
+                places = [[(view, index) for index in indices] for indices in places]
+            batches = on_device(chosen_batches(dataset, data, places), run.prepare, run.accelerator.device)
+            broken = write_shard(mine[part], _until_stopped(run, batches), compute, length)
         run.note_broken(broken)
     run.host.wait()
     return FeatureCache(directory, views, shard.processes)

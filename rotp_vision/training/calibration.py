@@ -1,4 +1,4 @@
-"""Where stage 2 starts: the pooling as training images have it, and what simpler poolings make of the same images."""
+"""Where stage 2 starts: the pooling as held-out images want it, and what simpler poolings make of the same images."""
 
 import copy
 from collections.abc import Iterator
@@ -6,33 +6,36 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from rotp_vision.calibration import Calibration, calibrate
 from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.head import find_global_pool, sets_of
-from rotp_vision.training.cache import FeatureCache, PoolAndClassifier
 from rotp_vision.training.context import Run
-from rotp_vision.training.data import Batch, ValImages, chosen_loader
-from rotp_vision.training.sources import StreamSource
+from rotp_vision.training.data import Shard, ValImages, chosen_batches, on_device, shard_places
+from rotp_vision.training.sources import Source, StreamSource, hold_out
 
 NUM_IMAGES = 512  # on which the simpler poolings are fitted where the pooling itself is not calibrated
 BATCH = 64
-# Right predictions beyond which a loss on the training images says nothing: it falls with every gain, while that on
-# others rises.
+# Right predictions beyond which a loss on images that were trained on says nothing: it falls with every gain, while
+# that on others rises.
 KNOWN = 0.99
 
 
-def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict[str, tuple[float, float]]:
+def start_pooling(run: Run, model: nn.Module, *, gem: bool) -> dict[str, tuple[float, float]]:
     """Calibrates the pooling of `model` as stage2.calibrate says; all processes end with the same.
+
+    Args:
+        run: the run.
+        model: the converted model.
+        gem: whether to return generalized-mean pooling too.
 
     Returns:
         The simpler poolings that were fitted beside it, by title: power of the mean, and gain.
     """
     copied = copy.deepcopy(model)
-    report, problem = _fitted(run, copied, maps)
+    report, problem = _fitted(run, copied)
     if report is None:
         run.console.print(f'the pooling starts as configured, not calibrated: {problem}', soft_wrap=True, markup=False)
         return {}
@@ -48,42 +51,37 @@ def start_pooling(run: Run, model: nn.Module, maps: FeatureCache | None) -> dict
             pool.set_options(options)
             pool.load_state_dict(weights)
     simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
-    if maps is not None and report.gem.power is not None:
+    if gem and report.gem.power is not None:
         simpler[report.gem.name] = (report.gem.power, report.gem.gain)
     return simpler
 
 
-def average_gain(run: Run, model: nn.Module, maps: FeatureCache | None) -> float | None:
-    """The gain that training images give average pooling in the place of the pool; None where they cannot tell."""
-    report, _ = _fitted(run, copy.deepcopy(model), maps, views=('rms',), priors=('uniform',))
+def average_gain(run: Run, model: nn.Module) -> float | None:
+    """The gain that the same images give average pooling in the place of the pool; None where they cannot tell."""
+    report, _ = _fitted(run, copy.deepcopy(model), views=('rms',), priors=('uniform',))
     return None if report is None else report.average_gain.gain
 
 
-def _fitted(
-    run: Run, model: nn.Module, maps: FeatureCache | None, **search: Any
-) -> tuple[Calibration, None] | tuple[None, str]:
+def _fitted(run: Run, model: nn.Module, **search: Any) -> tuple[Calibration, None] | tuple[None, str]:
     """The model calibrated by the main process, with the report on all of them; or why that is of no use."""
-    count = run.config.stage2.calibrate or NUM_IMAGES
     if not run.trained:
         return None, 'the classifier is not trained yet'
     if isinstance(run.train, StreamSource):
         return None, 'a stream has no sample of training images'
     report, problem, broken = None, '', list[str]()
+    # A network is too sure of the images it was trained on.
+    smoothing = run.config.stage2.label_smoothing if run.held is None else 0.0
     if run.main:
-        batches = _training_images(run, maps, count, broken)
+        source = run.held or hold_out(run.train, min(NUM_IMAGES, len(run.train)), run.config.seed)[1]
         try:
             report = calibrate(
-                PoolAndClassifier(model) if maps and maps.as_evaluated else model,
-                ((run.to_device(batch.images), batch.labels) for batch in batches if len(batch.labels)),
-                label_smoothing=run.config.stage2.label_smoothing,
-                max_images=count,
-                **search,
+                model, _labelled(run, source, broken), label_smoothing=smoothing, max_images=len(source), **search
             )
         except ValueError as error:
             problem = str(error)
     report, problem = run.host.gather((report, problem))[0]
     run.note_broken(broken)
-    if report is not None and report.average.top1 >= KNOWN and not run.config.stage2.label_smoothing:
+    if report is not None and run.held is None and report.average.top1 >= KNOWN and not smoothing:
         problem = (
             f'the network is right on {100 * report.average.top1:.1f} % of its training images, so that no gain is too '
             'large for them; stage2.label_smoothing holds it back'
@@ -92,18 +90,15 @@ def _fitted(
     return (None, problem) if report is None else (report, None)
 
 
-def _training_images(run: Run, maps: FeatureCache | None, count: int, broken: list[str]) -> Iterator[Batch]:
-    """Training images, or their maps, as evaluation sees them; the same for every run of the seed."""
-    assert not isinstance(run.train, StreamSource)
-    order = np.random.default_rng((run.config.seed, len(run.train))).permutation(len(run.train))[:count].tolist()
+def _labelled(run: Run, source: Source, broken: list[str]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images as evaluation sees them, and their labels; names of unreadable ones are added to `broken`."""
     # The batch does not depend on the number of processes: neither does, then, what rounding makes of a choice.
-    chosen = [order[first : first + BATCH] for first in range(0, len(order), BATCH)]
-    if maps is not None and maps.as_evaluated:
-        yield from (maps.train[0][indices] for indices in chosen)
-        return
-    for batch in chosen_loader(ValImages(run.train, run.val_transform), run.config.data, chosen):
+    places = shard_places(len(source), BATCH, Shard(0, 1))
+    batches = chosen_batches(ValImages(source, run.val_transform), run.config.data, places)
+    for batch in on_device(batches, run.prepare, run.accelerator.device):
         broken += batch.broken
-        yield batch
+        if len(batch.labels):
+            yield batch.images, batch.labels
 
 
 @contextmanager

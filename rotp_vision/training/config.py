@@ -12,6 +12,7 @@ import yaml
 from jsonargparse import ArgumentParser
 
 from rotp_vision.layers import pool_options
+from rotp_vision.training.script import config_file
 
 Trained = Literal['pool', 'pool+classifier', 'all']
 
@@ -41,6 +42,9 @@ class DataConfig:
         color_jitter: strength of colour jitter.
         auto_augment: timm's policy string such as rand-m7-mstd0.5-inc1; unset for none.
         random_erasing: probability of erasing a random rectangle.
+        draft: decode a JPEG at a half, a quarter or an eighth of its size where the training crop still has at least
+            the network's resolution. Large photos load several times as fast, and their training pixels differ slightly
+            from those of a full decode; evaluation always decodes in full.
         workers: data workers per process; 0 loads in the training process.
         max_broken: unreadable images tolerated, by name, before the run stops.
     """
@@ -64,6 +68,7 @@ class DataConfig:
     color_jitter: float = 0.0
     auto_augment: str | None = None
     random_erasing: float = 0.0
+    draft: bool = True
     workers: int = 8
     max_broken: int = 100
 
@@ -148,8 +153,9 @@ class PoolStageConfig(StageConfig):
 
     Args:
         pool_lr: peak learning rate of the pooling's own weights; it follows the same schedule.
-        calibrate: number of training images, with the evaluation transform, on which view, prior, temperature and gain
-            of the pooling are chosen before it trains; 0 starts it with `pool.options`.
+        calibrate: number of training images on which view, prior, temperature and gain of the pooling are chosen before
+            it trains; 0 starts it with `pool.options`. Neither stage trains on them, and they are at most a fifth of
+            the training images.
         train: pool (everything else frozen, as in the paper), pool+classifier, or all.
         cache_features: compute the frozen backbone once and train from its stored maps (float16).
         cache_views: augmented views stored per image, used in turn; 0 stores the image with the evaluation transform.
@@ -183,7 +189,7 @@ class RunConfig:
             network, native or with the configured pooling; `model` for the network as configured.
         seed: of initial weights, order, augmentation and the generated images.
         global_batch_size: images per optimizer step over all processes; the same run on any number of processes.
-        mixed_precision: auto takes the launcher's setting.
+        mixed_precision: auto takes the launcher's setting, or without one bf16 on a GPU that has it.
         channels_last: memory format of images and weights.
         compile: compile the network with torch.compile.
         sync_batchnorm: synchronise batch statistics over all processes (GPU), so that they do not depend on their
@@ -235,17 +241,21 @@ FREE_ON_RESUME = (
 EPOCHS = ('stage1.epochs', 'stage2.epochs')
 
 
-def parse_config(args: Sequence[str] | None = None) -> RunConfig:
+def parse_config(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') -> RunConfig:
     """The settings from `--config FILE` and `--key value` arguments; exits with a message on anything wrong."""
     parser = ArgumentParser(
-        prog='train_imagenet.py',
+        prog=program,
         usage='%(prog)s [--config FILE] [--key value] [--group.key value] …',
         description=(RunConfig.__doc__ or '').splitlines()[0],
         epilog='YAML files and arguments may be mixed; what comes later wins.',
     )
-    parser.add_argument('--config', action='config', help='a YAML file of these settings')
+    parser.add_argument('--config', action='config', help='a YAML file of these settings, or the name of a shipped one')
     parser.add_class_arguments(RunConfig, as_group=False)
     args = list(_normalized(sys.argv[1:] if args is None else args))
+    try:
+        args = list(_with_files(args))
+    except ValueError as error:
+        parser.error(str(error))
     unknown = list(_unknown_keys(args))
     if unknown:
         parser.error('\n'.join(unknown))
@@ -390,6 +400,17 @@ def _normalized(args: Sequence[str]) -> Iterator[str]:
         yield f'--{key}=true' if bare else f'--{key}{sign}{value}'
 
 
+def _with_files(args: Sequence[str]) -> Iterator[str]:
+    """The arguments with names of shipped configurations replaced by their files."""
+    for before, arg in zip(['', *args], args, strict=False):
+        if before == '--config':
+            yield config_file(arg)
+        elif arg.startswith('--config='):
+            yield f'--config={config_file(arg.removeprefix("--config="))}'
+        else:
+            yield arg
+
+
 def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
     """One message per unknown key, with the closest known one."""
     known = _fields(RunConfig)
@@ -399,9 +420,12 @@ def _unknown_keys(args: Sequence[str]) -> Iterator[str]:
         parents = ['.'.join(key.split('.')[:n]) for n in range(1, key.count('.') + 1)]
         if key in known or any(known.get(parent) for parent in parents):
             return
+        group, _, last = key.rpartition('.')
+        short = ''.join(word[:1] for word in last.split('_'))  # learning_rate is lr
+        same = [name for name in known if name.rpartition('.')[2] in (last, short)]
+        same.sort(key=lambda name: name.rpartition('.')[0] != group)
         near = difflib.get_close_matches(key, known, 1, 0.0)
-        last = [name for name in known if name.rsplit('.', 1)[-1] == key.rsplit('.', 1)[-1]]
-        yield f'unknown key {key!r} in {place}; did you mean {(last or near)[0]!r}?'
+        yield f'unknown key {key!r} in {place}; did you mean {(same or near)[0]!r}?'
 
     for position, arg in enumerate(args):
         key, _, value = arg[2:].partition('=')

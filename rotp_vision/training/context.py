@@ -5,6 +5,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,11 +15,12 @@ from accelerate import Accelerator
 from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from rotp_vision.training.checkpoint import Progress
 from rotp_vision.training.config import RunConfig
-from rotp_vision.training.data import Batch, Shard, Transform, val_loader
-from rotp_vision.training.processes import HostGroup
+from rotp_vision.training.data import Batch, Shard, TrainTransform, ValTransform, normalized, on_device, val_loader
+from rotp_vision.training.processes import HostGroup, iterate
 from rotp_vision.training.sources import Source, StreamSource
 
 
@@ -34,8 +36,10 @@ class Run:
     stop: list[str]  # names of the signals received
     train: Source | StreamSource
     val: Source | StreamSource
-    train_transform: Transform
-    val_transform: Transform
+    held: Source | None  # training images that nothing trains on, for calibration; None for any of `train`
+    train_transform: TrainTransform
+    val_transform: ValTransform
+    norm: tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of the network's input
     progress: Progress
     trained: bool  # whether stage 2 starts from a network whose classifier is trained
 
@@ -63,10 +67,21 @@ class Run:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model
 
-    def to_device(self, images: Tensor) -> Tensor:
-        """Images or maps on that device, in that format and in float32."""
-        images = images.to(self.accelerator.device, non_blocking=True).float()
-        return images.contiguous(memory_format=torch.channels_last) if self.config.channels_last else images
+    def prepare(self, batch: Batch) -> Batch:
+        """A batch of images, or of maps, on that device, in that format and in float32; images are normalised."""
+        device, images, erased = self.accelerator.device, batch.images, batch.erased
+        images = images.to(device, non_blocking=True)
+        if images.dtype == torch.uint8:
+            erased = erased if erased is None else erased.to(device, non_blocking=True)
+            images = normalized(images, *self._norm_on_device, erased)
+        layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
+        images = images.float().contiguous(memory_format=layout) if images.dim() == 4 else images
+        return Batch(images, batch.labels.to(device, non_blocking=True), batch.broken)
+
+    @cached_property
+    def _norm_on_device(self) -> tuple[Tensor, Tensor]:
+        mean, std = (torch.tensor(values, device=self.accelerator.device) for values in self.norm)
+        return mean, std
 
     def note_broken(self, names: list[str]) -> None:
         """Warn about new unreadable images of all processes and record them; too many of them end the run."""
@@ -82,6 +97,10 @@ class Run:
 
     def val_images(self) -> Iterator[Batch]:
         """This process's share of the validation images."""
+        return iterate(self._val_loader)
+
+    @cached_property
+    def _val_loader(self) -> DataLoader[Batch]:
         return val_loader(self.val, self.val_transform, self.config.data, self.local_batch, self.shard)
 
     @torch.no_grad()
@@ -90,13 +109,12 @@ class Run:
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         broken: list[str] = []
-        for batch in batches:
-            broken += batch.broken
-            if not len(batch.labels):
+        for images, labels, names, _ in on_device(batches, self.prepare, self.accelerator.device):
+            broken += names
+            if not len(labels):
                 continue
-            labels = batch.labels.to(self.accelerator.device, non_blocking=True)
             with self.accelerator.autocast():
-                logits = model(self.to_device(batch.images))
+                logits = model(images)
             logits = logits.float()
             hits = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
             loss = F.cross_entropy(logits, labels, reduction='sum')

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import timm
@@ -17,7 +17,7 @@ from rotp_vision.training import report
 from rotp_vision.training.cache import CachePlan
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.context import Run
-from rotp_vision.training.data import ValImages, preprocessing, split_batch
+from rotp_vision.training.data import ValImages, collate, preprocessing, split_batch
 from rotp_vision.training.model import count_parameters, map_shape, normalization
 from rotp_vision.training.sources import StreamSource
 from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_maps, save_figure
@@ -43,7 +43,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
     micro = split_batch(config.global_batch_size, run.shard.processes, settings.accumulation)
     facts: dict[str, object] = {
         'model': f'{config.model.name}, {total:,} parameters, {trained:,} trained',
-        'images': f'{len(run.train):,} for training, {len(run.val):,} for validation, {len(run.train.classes)} classes',
+        'images': ', '.join(_images(run)),
         'batch': f'{config.global_batch_size} = {run.shard.processes} processes × {settings.accumulation} × {micro}',
         'steps': f'{settings.epochs} epochs × {steps} = {settings.epochs * steps:,}',
         'optimizer': f'{settings.optimizer}, learning rate {_rates(settings)}, {settings.schedule}',
@@ -57,6 +57,17 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         plan = CachePlan(shape, len(run.train), len(run.val), config.stage2.cache_views)
         facts['cache'] = f'{plan.bytes / 2**30:.2f} GiB of {shape} maps in float16'
     report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
+
+
+def _images(run: Run) -> Iterator[str]:
+    yield f'{len(run.train):,} for training'
+    if run.held is not None:
+        yield f'{len(run.held):,} for calibration'
+    yield f'{len(run.val):,} for validation'
+    yield f'{len(run.train.classes)} classes'
+    if run.config.data.source != 'generated':
+        crops = 'crops of large JPEGs at a fraction of their size (data.draft)'
+        yield f'training decodes {crops if run.config.data.draft else "in full"}'
 
 
 def _rates(settings: StageConfig) -> str:
@@ -134,9 +145,8 @@ def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
     if isinstance(run.val, StreamSource):
         return []
     dataset = ValImages(run.val, run.val_transform)
-    samples = [dataset[int(place)] for place in torch.linspace(0, len(dataset) - 1, 8)]
-    images = torch.stack([image for image, _, _ in samples if image is not None]).to(run.accelerator.device)
-    labels = [label for image, label, _ in samples if image is not None]
+    batch = collate([dataset[int(place)] for place in torch.linspace(0, len(dataset) - 1, 8)])
+    images = run.prepare(batch).images
     try:
         maps = pool_maps(model, images)
     except ValueError as error:
@@ -145,8 +155,8 @@ def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
     names = run.val.classes
     titles = [
         names[label] if guess == label else f'{names[label]}\nseen as {names[guess]}'
-        for label, guess in zip(labels, maps.logits.argmax(1).tolist(), strict=True)
+        for label, guess in zip(batch.labels.tolist(), maps.logits.argmax(1).tolist(), strict=True)
     ]
-    pictures = [displayed(image, *normalization(model)) for image in images]
+    pictures = [displayed(image, *run.norm) for image in images]
     save_figure(plot_looked(pictures, list(maps.weight), titles), run.output / 'looked.png')
     return ['looked.png']

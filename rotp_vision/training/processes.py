@@ -7,19 +7,21 @@ import random
 import signal
 import socket
 import time
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DistributedType, LoggerType
+from accelerate.utils import DistributedType, LoggerType, parse_flag_from_env
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -65,6 +67,15 @@ def hold(directory: Path) -> None:
     _held[directory] = file
 
 
+def precision(setting: str) -> str | None:
+    """Accelerate's argument for `mixed_precision`; None leaves the choice to the launcher."""
+    if setting != 'auto':
+        return setting
+    if 'ACCELERATE_MIXED_PRECISION' in os.environ or parse_flag_from_env('ACCELERATE_USE_CPU'):
+        return None
+    return 'bf16' if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else None
+
+
 def check_trackers(names: Sequence[str]) -> None:
     """Raise a ValueError for a tracker that is not installed, which Accelerate would ignore."""
     known, there = LoggerType.list(), [str(tracker) for tracker in get_available_trackers()]
@@ -75,23 +86,47 @@ def check_trackers(names: Sequence[str]) -> None:
             raise ValueError(f'tracker {name} is not installed: pip install {name.replace("_", "-")}')
 
 
+REACH_SECONDS = 120  # in which all processes must have reached each other
+
+
+def unreachable(error: object) -> RuntimeError:
+    """What to do where the processes of several nodes do not reach each other over gloo."""
+    return RuntimeError(
+        f'the processes do not all reach each other over gloo: {error}\nThis is {socket.gethostname()}. gloo uses the '
+        'interface that the host name resolves to, which may be another one than that of NCCL: name the interface that '
+        'connects the nodes (`ip addr` lists them) on each of them, as in GLOO_SOCKET_IFNAME=eth0'
+    )
+
+
 class HostGroup:
     """Communication between the hosts of all processes, over gloo: it does not synchronise with a GPU."""
 
     def __init__(self, accelerator: Accelerator):
         self.group: dist.ProcessGroup | None = None
         if accelerator.num_processes > 1:
-            group = dist.new_group(backend='gloo')
-            assert isinstance(group, dist.ProcessGroup)
-            self.group = group
+            self._check_reach()
+            self.group = _gloo()
+
+    @staticmethod
+    def _check_reach() -> None:
+        """Raise a RuntimeError within two minutes, instead of half an hour, if a process cannot be reached."""
+        limit = timedelta(seconds=REACH_SECONDS)
+        try:
+            group = _gloo(limit)
+            dist.monitored_barrier(group, limit, wait_all_ranks=True)
+            dist.destroy_process_group(group)
+        except RuntimeError as error:
+            raise unreachable(error) from error
+
+    def start(self, *values: float) -> 'PendingSum':
+        """Begin to sum each value over the processes."""
+        total = torch.tensor(values, dtype=torch.float64)
+        work = None if self.group is None else dist.all_reduce(total, group=self.group, async_op=True)
+        return PendingSum(total, work)
 
     def sum(self, *values: float) -> list[float]:
         """Each value summed over the processes."""
-        if self.group is None:
-            return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
-        return total.tolist()
+        return self.start(*values).wait()
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all processes, in the order of their ranks, on every process."""
@@ -104,6 +139,46 @@ class HostGroup:
     def wait(self) -> None:
         """Wait until every process has called this."""
         self.sum(0)
+
+    def check_shared(self, directory: Path, name: str) -> None:
+        """Raise a ValueError unless every process can write to a directory and sees what the others write."""
+        rank, problem = (0 if self.group is None else dist.get_rank(self.group)), None
+        token = directory / f'.{uuid.uuid4().hex}.token'
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            token.touch()
+        except OSError as error:
+            problem = f'cannot write to {name} {directory}: {error}'
+        tokens = self.gather(None if problem else token.name)
+        missing = [who for who, other in enumerate(tokens) if other and not (directory / other).exists()]
+        if missing and problem is None:
+            problem = (
+                f'does not see what process {", ".join(map(str, missing))} writes to {name} {directory}: it must be on '
+                'storage that all nodes share'
+            )
+        self.wait()  # until all have looked
+        token.unlink(missing_ok=True)
+        if problem:
+            raise ValueError(f'process {rank} on {socket.gethostname()} {problem}')
+
+
+def _gloo(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(backend='gloo', timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class PendingSum(NamedTuple):
+    """A sum over the processes that is under way."""
+
+    total: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> list[float]:
+        """The sums."""
+        if self.work is not None:
+            self.work.wait()
+        return self.total.tolist()
 
 
 class LossWatch:
@@ -133,8 +208,10 @@ class KeptBuffers:
     """Copies of a module's buffers from before a step, because a forward pass with NaN spoils batch statistics."""
 
     def __init__(self, module: nn.Module):
-        self.buffers = [buffer for buffer in module.buffers() if buffer.numel()]
-        self.kept = [buffer.clone() for buffer in self.buffers]
+        buffers = [buffer for buffer in module.buffers() if buffer.numel()]
+        # Lists of one type each: of mixed types torch copies tensor by tensor.
+        self.buffers = [[b for b in buffers if b.dtype == dtype] for dtype in {b.dtype: None for b in buffers}]
+        self.kept = [[buffer.clone() for buffer in some] for some in self.buffers]
 
     def keep(self) -> None:
         _copy(self.kept, self.buffers)
@@ -143,9 +220,9 @@ class KeptBuffers:
         _copy(self.buffers, self.kept)
 
 
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    if targets:  # one kernel launch for all; an empty list would raise
-        torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+def _copy(targets: list[list[Tensor]], sources: list[list[Tensor]]) -> None:
+    for some, others in zip(targets, sources, strict=True):
+        torch._foreach_copy_(some, others)  # pyright: ignore[reportPrivateImportUsage]
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

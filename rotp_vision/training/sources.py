@@ -3,15 +3,18 @@
 import hashlib
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from PIL import Image
 
-from rotp_vision.images import UnreadableImage, open_image
+from rotp_vision.images import UnreadableImage, open_image, to_rgb
 from rotp_vision.training.config import DataConfig
 from rotp_vision.training.generated import CLASSES, generate
+
+Decode = Callable[[Image.Image], Image.Image]
 
 MOST_CLASSES = 1_000_000  # for labels without names: a larger label is taken for an error
 
@@ -23,8 +26,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        """The decoded image and its label; raises UnreadableImage."""
+    def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
+        """The image, as `decode` makes it of the opened one, and its label; raises UnreadableImage."""
         ...
 
 
@@ -55,8 +58,8 @@ class FolderSource:
     def __len__(self) -> int:
         return len(self.files)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return open_image(self.files[index]), self.labels[index]
+    def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
+        return open_image(self.files[index], decode=decode), self.labels[index]
 
 
 class GeneratedSource:
@@ -71,11 +74,14 @@ class GeneratedSource:
     def __len__(self) -> int:
         return self.length
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return generate(self.seed, self.split, index, self.size, len(self.classes))
+    def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
+        image, label = generate(self.seed, self.split, index, self.size, len(self.classes))
+        return decode(image), label
 
 
-def decode_row(row: dict[str, Any], config: DataConfig, num_classes: int, name: str) -> tuple[Image.Image, int]:
+def decode_row(
+    row: dict[str, Any], config: DataConfig, num_classes: int, name: str, decode: Decode = to_rgb
+) -> tuple[Image.Image, int]:
     """Image and label of a row whose image is still {bytes, path}."""
     image, label = row[config.image_key], row[config.label_key]
     if label is None or not 0 <= label < num_classes:
@@ -84,7 +90,7 @@ def decode_row(row: dict[str, Any], config: DataConfig, num_classes: int, name: 
         raise UnreadableImage(name, 'there is none')
     name = image.get('path') or name
     file = image['path'] if image.get('bytes') is None else io.BytesIO(image['bytes'])
-    return open_image(file, name), int(label)
+    return open_image(file, name, decode), int(label)
 
 
 class HubSource:
@@ -97,8 +103,27 @@ class HubSource:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return decode_row(self.dataset[index], self.config, len(self.classes), f'{self.split}[{index}]')
+    def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
+        return decode_row(self.dataset[index], self.config, len(self.classes), f'{self.split}[{index}]', decode)
+
+
+class PartSource:
+    """Some of the images of a split."""
+
+    def __init__(self, whole: Source, indices: np.ndarray):
+        self.whole, self.indices, self.classes = whole, indices, whole.classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
+        return self.whole.read(int(self.indices[index]), decode)
+
+
+def hold_out(source: Source, count: int, seed: int) -> tuple[PartSource, PartSource]:
+    """A split in two: all but `count` of its images, and those; the same ones for the same seed."""
+    order = np.random.default_rng((seed, len(source))).permutation(len(source))
+    return PartSource(source, np.sort(order[count:])), PartSource(source, order[:count])
 
 
 class StreamSource:

@@ -13,6 +13,7 @@ from rotp_vision.layers import (
     ROTPool,
     ROTSetFusion,
     ROTSetPool,
+    local_pool,
 )
 
 SOLVERS = [
@@ -136,7 +137,7 @@ def test_a_prior_has_gradients_in_chunks_as_in_one(monkeypatch):
     x, prior = random(2, 5, 8, 8).requires_grad_(), random(2, 8, 8).requires_grad_()
     pool = LocalROTPool2d({'solver': 'sinkhorn', 'start': 'paper'}, kernel_size=3, stride=2, padding=1).double()
     expected = torch.autograd.grad(pool(x, prior).square().sum(), (x, prior))
-    monkeypatch.setattr('rotp_vision.layers.local_pool.CHUNK_VALUES', 2 * 5 * 4 * 9)
+    monkeypatch.setitem(local_pool.CHUNK_VALUES, 'cpu', 2 * 5 * 4 * 9)
     for got, known in zip(torch.autograd.grad(pool(x, prior).square().sum(), (x, prior)), expected, strict=True):
         assert known.abs().max() > 1e-3
         torch.testing.assert_close(got, known)
@@ -145,7 +146,7 @@ def test_a_prior_has_gradients_in_chunks_as_in_one(monkeypatch):
 def test_bad_priors():
     x = torch.rand(2, 5, 4, 6)
     for pool in (GlobalROTPool2d(), LocalROTPool2d(kernel_size=2), MixedROTPool2d([MEAN_POOL, MAX_POOL])):
-        with pytest.raises(ValueError, match=r'log_sample_prior must have shape .*4, 6\).*got \(2, 24\)'):
+        with pytest.raises(ValueError, match=r'log_sample_prior must have shape .*4, 6\).*got \[2, 24\]'):
             pool(x, torch.rand(2, 24))
     with pytest.raises(ValueError, match=r'packed sets must have shape \(5,\)'):
         ROTSetPool()(torch.rand(5, 3), log_sample_prior=torch.rand(2, 3), lengths=[2, 3])

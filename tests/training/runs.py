@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +22,8 @@ TINY = {
     'log_every': 1,
     'checkpoint_steps': 2,
     'data': {
-        **{'source': 'generated', 'image_size': 32, 'train_images': 32, 'val_images': 19, 'num_classes': 4},
+        # Of the 40 images a fifth is held out for calibration.
+        **{'source': 'generated', 'image_size': 32, 'train_images': 40, 'val_images': 19, 'num_classes': 4},
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
     },
     'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},
@@ -60,9 +62,12 @@ class Stop(NamedTuple):
         sys.addaudithook(hook)
 
 
-def _child(args: list[str], log: Path, stop: Stop | None) -> None:
+def _child(args: list[str], log: Path, stop: Stop | None, environment: dict[str, str]) -> None:
     import torch
 
+    os.environ.update(environment)
+    if (backend := environment.get('COMPILER')) is not None:
+        torch.compiler.set_default_backend(backend)
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
@@ -86,16 +91,43 @@ class Run:
         self.config = directory / 'config.yaml'
         self.config.write_text(yaml.safe_dump(TINY if settings is None else settings))
 
-    def run(self, *args: str, stop: Stop | None = None) -> int | None:
+    def run(self, *args: str, stop: Stop | None = None, environment: dict[str, str] | None = None) -> int | None:
         """Runs to the end, or until `stop`; returns the exit status."""
-        arguments = ['--config', str(self.config), '--output', str(self.output), *args]
-        process = FORKS.Process(target=_child, args=(arguments, self.log, stop))
-        process.start()
-        process.join(300)
-        status = process.exitcode
-        process.kill()  # one that hangs is not to run beside other tests
-        assert status is not None, f'still running:\n{self.text}'
+        (status,) = self._run([args], stop, [environment or {}])
         return status
+
+    def run_together(
+        self, processes: int, *args: str, last: tuple[str, ...] = (), environment: dict[str, str] | None = None
+    ) -> list[int | None]:
+        """Runs several processes, connected over gloo as torchrun does it; `last` are arguments of the last alone."""
+        with socket.socket() as probe:
+            probe.bind(('127.0.0.1', 0))
+            port = probe.getsockname()[1]
+        shared = {'WORLD_SIZE': processes, 'LOCAL_WORLD_SIZE': processes, 'MASTER_ADDR': '127.0.0.1'}
+        shared |= {'MASTER_PORT': port, 'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': 1} | (environment or {})
+        places = [
+            {key: str(value) for key, value in (shared | {'RANK': rank, 'LOCAL_RANK': rank}).items()}
+            for rank in range(processes)
+        ]
+        return self._run([*[args] * (processes - 1), (*args, *last)], None, places)
+
+    def _run(
+        self, args: list[tuple[str, ...]], stop: Stop | None, environments: list[dict[str, str]]
+    ) -> list[int | None]:
+        common = ['--config', str(self.config), '--output', str(self.output)]
+        children = [
+            FORKS.Process(target=_child, args=([*common, *some], self.log, stop, environment))
+            for some, environment in zip(args, environments, strict=True)
+        ]
+        for child in children:
+            child.start()
+        for child in children:
+            child.join(300)
+        statuses = [child.exitcode for child in children]
+        for child in children:
+            child.kill()  # one that hangs is not to run beside other tests
+        assert None not in statuses, f'still running:\n{self.text}'
+        return statuses
 
     @property
     def text(self) -> str:

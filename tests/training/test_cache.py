@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from rotp_vision.training.cache import CachedMaps, CachePlan, FeatureCache, fingerprint, shard_file, write_shard
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Batch, Shard, epoch_batches
+from rotp_vision.training.data import Batch, Schedule, Shard
 from tests.training.runs import TINY, Run
 from tests.training.test_train import images
 
@@ -48,10 +48,11 @@ def test_batches_are_those_of_training_on_images_and_views_take_turns(tmp_path):
     for part in ('val', 'train0', 'train1'):
         write(tmp_path, part, 2)
     cache = FeatureCache(tmp_path, 2, 2)
-    place = {'global_batch': 4, 'accumulation': 1, 'shard': Shard(1, 2), 'seed': 5, 'epoch': 3, 'start': 1}
-    found = list(cache.train_batches(**place, workers=0))
-    expected = epoch_batches(LENGTH, 4, 1, Shard(1, 2), 5, 3, 1)
+    schedule = Schedule(LENGTH, 4, 1, Shard(1, 2), 5, range(3, 5), 1)
+    found = list(cache.train_batches(schedule, workers=0))
+    expected = [indices for _, indices in schedule.passes()]
     assert [batch.images[:, 0, 0, 0].int().tolist() for batch in found] == expected
+    assert cache[4, [2]].images.equal(cache.train[0][[2]].images)
     assert cache.train[0] is not cache.train[1]
     shares = [batch.labels for rank in range(2) for batch in cache.val_batches(3, Shard(rank, 2))]
     assert sum(map(len, shares)) == LENGTH
@@ -132,25 +133,35 @@ def truncate_labels(directory):
     file.write_bytes(file.read_bytes()[:-8])
 
 
+@pytest.fixture(scope='module')
+def stage2(tmp_path_factory):
+    """Settings of stage 2 alone, and a run of them with its cache."""
+    place = tmp_path_factory.mktemp('stage2')
+    settings = copy.deepcopy(TINY)
+    settings['stage1'], settings['model']['checkpoint'] = {'epochs': 0}, str(place / 'weights.safetensors')
+    settings['stage2'] = {'epochs': 1, 'calibrate': 0, 'cache_features': True, 'cache_views': 2}
+    network = timm.create_model(settings['model']['name'], num_classes=4, **settings['model']['kwargs'])
+    save_file(network.state_dict(), settings['model']['checkpoint'])
+    run = Run(place, settings)
+    assert run.run('--stage2.cache_dir', str(place / 'cache')) == 0, run.text
+    return settings, run, place / 'cache'
+
+
 @pytest.mark.parametrize('damage', [zero_half, shift_labels, swap_views, empty, truncate_labels])
-def test_a_damaged_cache_is_computed_anew(tmp_path, damage):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 2, 'cache_dir': str(tmp_path / 'cache')}
-    runs = [Run(tmp_path / name, settings) for name in ('first', 'second')]
-    assert runs[0].run() == 0, runs[0].text
-    (directory,) = (tmp_path / 'cache').iterdir()
+def test_a_damaged_cache_is_computed_anew(tmp_path, stage2, damage):
+    settings, first, cache = stage2
+    (directory,) = shutil.copytree(cache, tmp_path / 'cache').iterdir()
     damage(directory)
-    assert runs[1].run() == 0, runs[1].text
-    assert runs[1].text.count('are damaged and are computed again') == 1
-    first, second = (load_file(run.checkpoints[-1] / 'model.safetensors') for run in runs)
-    assert all(first[name].equal(second[name]) for name in first)
+    run = Run(tmp_path, settings)
+    assert run.run('--stage2.cache_dir', str(tmp_path / 'cache')) == 0, run.text
+    assert run.text.count('are damaged and are computed again') == 1
+    ours, theirs = (load_file(one.checkpoints[-1] / 'model.safetensors') for one in (run, first))
+    assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'] = {'epochs': 1, 'lr': 0.05}
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_dir': str(tmp_path / 'cache')}
+def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path, stage2):
+    settings = copy.deepcopy(stage2[0])
+    settings['stage2'] |= {'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
     data = images(tmp_path / 'images')
     settings['data'] = {'path': str(data), 'image_size': 32, 'workers': 0}
     assert Run(tmp_path / 'first', settings).run() == 0
@@ -161,12 +172,9 @@ def test_other_images_of_the_same_names_have_a_cache_of_their_own(tmp_path):
     assert len(list((tmp_path / 'cache').iterdir())) == 2
 
 
-def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path):
-    settings = copy.deepcopy(TINY)
-    settings['stage1'], settings['model']['checkpoint'] = {'epochs': 0}, str(tmp_path / 'weights.safetensors')
-    settings['stage2'] = {'epochs': 1, 'cache_features': True, 'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
-    network = timm.create_model(settings['model']['name'], num_classes=4, **settings['model']['kwargs'])
-    save_file(network.state_dict(), settings['model']['checkpoint'])
+def test_a_cache_of_another_network_or_other_images_is_not_taken(tmp_path, stage2):
+    settings = copy.deepcopy(stage2[0])
+    settings['stage2'] |= {'cache_views': 0, 'cache_dir': str(tmp_path / 'cache')}
     runs = [settings, copy.deepcopy(settings), copy.deepcopy(settings), settings]
     runs[1]['model']['kwargs']['output_stride'] = 16
     runs[2]['mixed_precision'] = 'bf16'

@@ -1,7 +1,11 @@
 """Where stage 2 starts."""
 
+from pathlib import Path
+
 import pytest
 
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.sources import hold_out, open_sources
 from tests.training.runs import TINY, Run, changed
 from tests.training.test_train import images, table
 
@@ -20,10 +24,26 @@ def settings_of(folder, **stage2):
 
 
 def test_images_that_the_network_knows_by_heart_calibrate_nothing(tmp_path, folder):
-    run = Run(tmp_path, settings_of(folder))
+    run = Run(tmp_path, settings_of(folder, calibrate=0))
     assert run.run() == 0, run.text
     assert 'not calibrated: the network is right on 100.0 % of its training images' in run.text
     assert list(table(run.text)) == ['native pooling', 'ROTP sinkhorn before training', 'ROTP sinkhorn trained']
+
+
+def test_the_pooling_is_calibrated_on_images_that_are_held_out(tmp_path, folder):
+    """An unreadable one is named in calibration, which alone reads it."""
+    source, _ = open_sources(DataConfig(path=str(folder)), 0)
+    train, held = hold_out(source, 4, 0)
+    broken = source.files[held.indices[1]]
+    Path(broken).write_bytes(b'broken')
+    settings = changed(settings_of(folder), stage1={'epochs': 1}, data__workers=1)
+    run = Run(tmp_path, settings)
+    assert run.run() == 0, run.text
+    assert '16 for training, 4 for calibration, 20 for validation' in ' '.join(run.text.split())
+    first, calibrated = run.text.split('Stage 2')
+    assert 'unreadable' not in first
+    assert f'unreadable image {broken}' in calibrated
+    assert len(train) == 16
 
 
 def test_a_new_classifier_calibrates_nothing(tmp_path, folder):

@@ -1,10 +1,14 @@
 import re
+import runpy
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from rotp_vision import PoolOptions, pool_options
+from rotp_vision.training import script
 from rotp_vision.training.config import RunConfig, changed_epochs, changes, check_config, parse_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +39,12 @@ def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path, capsys):
     file = tmp_path / 'run.yaml'
     file.write_text('data: {sourse: generated}\n')
     assert "did you mean 'data.source'" in refused(capsys, '--config', str(file))
+    for wrong, right in (
+        ('stage2.learning_rate', 'stage2.lr'),
+        ('stage1.learning_rate', 'stage1.lr'),
+        ('cache_dir', 'stage2.cache_dir'),
+    ):
+        assert f"did you mean '{right}'" in refused(capsys, f'--{wrong}', '1')
     # Keys below a mapping are the model's business.
     assert (
         parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}']).model.kwargs['drop_rate'] == 0.1
@@ -61,6 +71,30 @@ def test_wrong_values_are_refused_by_name(capsys):
 def test_a_file_that_is_no_yaml_is_named(tmp_path, capsys):
     (tmp_path / 'bad.yaml').write_text('stage1: {lr: 0.1')
     assert 'bad.yaml is not YAML' in refused(capsys, '--config', str(tmp_path / 'bad.yaml'))
+
+
+def test_a_shipped_configuration_goes_by_its_name(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert parse_config(['--config', 'demo']) == parse_config(['--config', str(ROOT / 'configs/demo.yaml')])
+    (tmp_path / 'demo').write_text('{data: {source: generated}, seed: 7}')
+    assert parse_config(['--config=demo']).seed == 7  # a file is a file
+    error = refused(capsys, '--config', 'paper_resnet50')
+    assert "no configuration 'paper_resnet50': give a YAML file, or one of demo, finetune" in error
+
+
+@pytest.mark.parametrize('installed', [False, True])
+def test_the_script_is_found_beside_the_package_or_in_it(tmp_path, installed, monkeypatch, capsys):
+    package = tmp_path / 'rotp_vision'
+    (package / 'training').mkdir(parents=True)
+    place = package if installed else tmp_path
+    (place / 'configs').mkdir()
+    (place / 'configs/small.yaml').touch()
+    (place / 'train_imagenet.py').write_text('def main(args, program):\n    print(args, program)\n')
+    found = runpy.run_path(shutil.copy(script.__file__, package / 'training'))
+    monkeypatch.setitem(sys.modules, 'train_imagenet', None)  # is put back
+    found['train'](['--x'])
+    assert capsys.readouterr().out == "['--x'] rotp-vision train\n"
+    assert found['config_file']('small') == str(place / 'configs/small.yaml')
 
 
 @pytest.mark.parametrize(
@@ -114,13 +148,13 @@ def test_a_continued_run_may_have_other_epochs_where_they_are_still_to_come():
 @pytest.mark.parametrize('file', CONFIGS, ids=lambda file: file.stem)
 def test_shipped_configs_parse(file):
     config = parse_config(['--config', str(file), *([] if file.stem == 'demo' else ['--data.path', '/data'])])
-    if file.stem.startswith('paper'):
+    if file.stem == 'paper':
         assert (config.stage1.epochs, config.stage1.lr, config.stage1.weight_decay) == (90, 0.1, 1e-4)
         assert (config.stage2.epochs, config.stage2.pool_lr, config.stage2.train) == (10, 0.001, 'pool')
         assert (config.stage2.optimizer, config.stage2.calibrate) == ('sgd', 0)
         assert pool_options(config.pool.options) == PoolOptions.paper()
         assert config.global_batch_size == 256
-        assert config.model.name == file.stem.removeprefix('paper_')
+        assert (config.model.name, config.mixed_precision) == ('resnet50', 'auto')
 
 
 def test_the_commands_of_the_readme_are_complete(monkeypatch):

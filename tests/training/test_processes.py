@@ -2,17 +2,27 @@ import math
 import os
 import signal
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
 from accelerate.utils import DistributedType, LoggerType
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotp_vision.training import processes
 from rotp_vision.training.context import fail, fail_once, fail_together
-from rotp_vision.training.processes import KeptBuffers, LossWatch, check_launch, check_trackers, hold, stop_signals
+from rotp_vision.training.processes import (
+    HostGroup,
+    KeptBuffers,
+    LossWatch,
+    check_launch,
+    check_trackers,
+    hold,
+    precision,
+    stop_signals,
+)
+from tests.training.runs import FORKS
 
 
 def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
@@ -48,17 +58,29 @@ def test_a_signal_that_the_process_was_told_to_ignore_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def hold_and_say(place, said, killed=False):
+    try:
+        hold(place)
+    except ValueError as error:
+        said.put(str(error))
+    if killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_a_directory_is_held_until_the_process_ends(tmp_path):
     hold(tmp_path)
     hold(tmp_path)  # by this process: nothing new
-    code = 'import sys; from pathlib import Path; from rotp_vision.training.processes import hold; hold(Path({!r}))'
-    other = [sys.executable, '-c', code.format(str(tmp_path))]
-    done = subprocess.run(other, capture_output=True, text=True)
-    assert f'is in use by process {os.getpid()} on {socket.gethostname()} since 2' in done.stderr
+    said = FORKS.SimpleQueue()
+    other = FORKS.Process(target=hold_and_say, args=(tmp_path, said))
+    other.start()
+    assert f'is in use by process {os.getpid()} on {socket.gethostname()} since 2' in said.get()
+    other.join()
     place = tmp_path / 'other'
     place.mkdir()
-    killed = [*other[:2], code.format(str(place)) + '; import os; os.kill(os.getpid(), 9)']
-    assert subprocess.run(killed).returncode == -signal.SIGKILL
+    other = FORKS.Process(target=hold_and_say, args=(place, said, True))
+    other.start()
+    other.join()
+    assert other.exitcode == -signal.SIGKILL
     hold(place)
 
 
@@ -118,3 +140,54 @@ def test_buffers_come_back():
     kept.restore()
     assert norm.running_mean.equal(before)
     KeptBuffers(torch.nn.Linear(2, 2)).keep()  # none to keep
+
+
+def test_buffers_are_copied_at_once_for_each_type():
+    calls = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            calls.append((function, {tensor.dtype for tensor in args[0]}))
+            return function(*args, **(kwargs or {}))
+
+    kept = KeptBuffers(timm.create_model('resnet18', channels=[8] * 4))
+    with Count():
+        kept.keep()
+    copy = torch.ops.aten._foreach_copy_.default
+    assert calls == [(copy, {torch.float32}), (copy, {torch.int64})]
+
+
+def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
+    for name in ('ACCELERATE_MIXED_PRECISION', 'ACCELERATE_USE_CPU'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    assert (precision('auto'), precision('bf16')) == (None, 'bf16')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
+    assert precision('auto') is None  # which only imitates it
+    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: True)
+    assert (precision('auto'), precision('no')) == ('bf16', 'no')
+    monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', 'fp16')
+    assert precision('auto') is None  # the launcher's
+    monkeypatch.delenv('ACCELERATE_MIXED_PRECISION')
+    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
+    assert precision('auto') is None
+
+
+def test_a_process_that_cannot_be_reached_is_said_with_the_cure(monkeypatch):
+    """As where gloo takes another network than NCCL."""
+
+    def barrier(*args, **kwargs):
+        raise RuntimeError('Ranks 1 failed to pass monitoredBarrier in 120000 ms')
+
+    monkeypatch.setattr(processes, '_gloo', lambda timeout=None: None)
+    monkeypatch.setattr(processes.dist, 'monitored_barrier', barrier)
+    with pytest.raises(RuntimeError, match=r'(?s)over gloo: Ranks 1 failed.*as in GLOO_SOCKET_IFNAME=eth0'):
+        HostGroup(SimpleNamespace(num_processes=2))
+
+
+def test_one_process_agrees_with_itself(tmp_path):
+    host = HostGroup(SimpleNamespace(num_processes=1))
+    assert host.start(1.5, True).wait() == host.sum(1.5, True) == [1.5, 1.0]
+    host.check_shared(tmp_path / 'cache', 'stage2.cache_dir')
+    assert not any((tmp_path / 'cache').iterdir())

@@ -190,10 +190,11 @@ def test_a_last_step_that_broke_the_network_is_said(tmp_path):
     assert 'the validation loss is not finite' in run.text
 
 
-def test_non_finite_loss_stops_with_the_last_good_state(tmp_path):
+@pytest.mark.parametrize('processes', [1, 2])
+def test_non_finite_loss_stops_with_the_last_good_state(tmp_path, processes):
     run = Run(tmp_path, changed(TINY, stage1__lr=1e30, stage2__epochs=0))
-    assert run.run() == 1
-    assert 'the loss is not finite' in run.text
+    assert run.run_together(processes) == [1] * processes if processes > 1 else run.run() == 1
+    assert run.text.count('the loss is not finite') == 1
     state = load_file(run.checkpoints[-1] / 'model.safetensors')
     assert run.checkpoints[-1].name in run.text
     assert all(value.isfinite().all() for name, value in state.items() if 'running' in name)

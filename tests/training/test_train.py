@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
 import timm
@@ -19,14 +17,17 @@ from safetensors.torch import load_file
 import rotp_vision
 from rotp_vision.training.config import PoolStageConfig
 from rotp_vision.training.processes import hold
-from tests.training.runs import ROOT, TINY, Run, Stop, changed
+from tests.training.runs import TINY, Run, Stop, changed
 from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
     TINY,
-    data__val_images=19,
-    model={'name': 'resnet18', 'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm'}},
+    data__train_images=32,
+    model={
+        'name': 'resnet10t',
+        'kwargs': {'channels': [32] * 4, 'output_stride': 8, 'norm_layer': 'groupnorm', 'stem_type': ''},
+    },
     stage1={'epochs': 1, 'lr': 0.05, 'clip_norm': 1.0, 'ema_decay': 0.9},
     stage2={'epochs': 1, 'pool_lr': 0.05, 'cache_features': True, 'calibrate': 0},
 )
@@ -56,20 +57,11 @@ def single(tmp_path_factory):
     return run
 
 
-def in_two_processes(run):
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2']
-    command += ['train_imagenet.py', '--config', str(run.config), '--output', str(run.output)]
-    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1'}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
 def test_two_processes_follow_the_same_curve(tmp_path, single):
     run = Run(tmp_path, GROUP_NORM)
-    done = in_two_processes(run)
-    assert '8 = 2 processes × 1 × 4' in done.stdout
-    assert done.stdout.count('Learned weights') == 1  # one process speaks
+    assert run.run_together(2, '--data.workers', '1') == [0, 0], run.text
+    assert '8 = 2 processes × 1 × 4' in run.text
+    assert run.text.count('Learned weights') == 1  # one process speaks
     # Stage 2 reads maps from the cache, in float16: of such a map any value may be rounded the other way.
     assert losses(run)[:4] == pytest.approx(losses(single)[:4], abs=2e-6)
     assert losses(run)[4:] == pytest.approx(losses(single)[4:], abs=1e-4)
@@ -90,7 +82,8 @@ def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
     settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
     settings['pool']['options'] = {'solver': 'sinkhorn', 'view': 'identity', 'gain': 'scalar', 'smoothness': 1e-3}
     run = Run(tmp_path, settings)
-    rows = table(in_two_processes(run).stdout)
+    assert run.run_together(2) == [0, 0], run.text
+    rows = table(run.text)
     assert list(rows)[:2] == ['native pooling', 'average + gain']
     assert rows['ROTP sinkhorn calibrated'] == pytest.approx(rows['ROTP sinkhorn trained'], abs=2e-4)
     assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
@@ -219,7 +212,7 @@ def test_names_are_no_formulas_and_no_picture_costs_the_export(tmp_path):
 
 
 def test_checkpoints_come_by_time(tmp_path):
-    settings = changed(TINY, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
+    settings = changed(TINY, data__train_images=32, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
     seldom, often = Run(tmp_path / 'seldom', settings), Run(tmp_path / 'often', settings)
     assert seldom.run('--keep', '9') == 0, seldom.text
     assert [path.name[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
@@ -229,24 +222,56 @@ def test_checkpoints_come_by_time(tmp_path):
 
 def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_path):
     data = images(tmp_path / 'images')
-    run = Run(tmp_path, changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0}))
-    script = tmp_path / 'script.py'
-    script.write_text(
-        'import os, sys\nfrom train_imagenet import main\n'
-        'if os.environ["RANK"] in sys.argv.pop(): sys.argv += ["--data.path", "/nowhere"]\nmain()\n'
-    )
-    environment = os.environ | {'ACCELERATE_USE_CPU': 'true', 'OMP_NUM_THREADS': '1', 'PYTHONPATH': str(ROOT)}
-    for failing, said in (('1', f'error: process 1 on {socket.gethostname()}: data.path'), ('01', 'error: data.path')):
-        command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '2', str(script)]
-        command += ['--config', str(run.config), '--output', str(run.output), failing]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
-        assert done.returncode != 0
-        assert done.stderr.count(f"{said} must be an existing directory, got '/nowhere'") == 1, done.stderr[-3000:]
-        assert done.stderr.count('/nowhere') == 1
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 0})
+    nowhere = ('--data.path', '/nowhere')
+    for failing, said in (
+        ({'last': nowhere}, f'error: process 1 on {socket.gethostname()}: data.path'),
+        ({}, 'error: data.path'),
+    ):
+        run = Run(tmp_path / str(len(failing)), settings)
+        assert 0 not in run.run_together(2, *(() if failing else nowhere), **failing)
+        assert run.text.count(f"{said} must be an existing directory, got '/nowhere'") == 1, run.text
+        assert run.text.count('/nowhere') == 1
+
+
+def test_four_processes_with_workers_train_both_stages(tmp_path):
+    run = Run(tmp_path, changed(TINY, data__workers=1, stage1__epochs=1, stage2__epochs=1, stage2__cache_features=True))
+    assert run.run_together(4) == [0] * 4, run.text
+    assert '8 = 4 processes × 1 × 2' in run.text
+    assert [row['images'] for row in metrics(run)] == ['19', '19']
+    assert len(losses(run)) == 8
+    assert not [path for path in (run.output / 'cache').iterdir() if path.name.startswith('.')]
+
+
+@pytest.mark.parametrize('compiler', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
+def test_two_processes_compile_in_low_precision(tmp_path, compiler):
+    settings = changed(TINY, compile=True, mixed_precision='bf16', stage1__epochs=1, data__train_images=8)
+    run = Run(tmp_path, changed(settings, stage2={'epochs': 1, 'train': 'all', 'lr': 0.05, 'calibrate': 0}))
+    assert run.run_together(2, environment={'COMPILER': compiler}) == [0, 0], run.text
+    assert len(losses(run)) == 2
+    assert re.search(r'precision +bf16', run.text)
+
+
+def test_a_cache_that_not_all_processes_see_is_refused_before_any_work(tmp_path):
+    run = Run(tmp_path, changed(TINY, stage2__cache_features=True, stage2__cache_dir=str(tmp_path / 'here')))
+    assert 0 not in run.run_together(2, last=('--stage2.cache_dir', str(tmp_path / 'there')))
+    for rank, other in ((0, 1), (1, 0)):
+        assert f'process {rank} on {socket.gethostname()} does not see what process {other} writes' in run.text
+    assert 'storage that all nodes share' in run.text
+    assert 'Traceback' not in run.text
+    assert 'Stage 1' not in run.text
+
+
+def test_processes_that_cannot_reach_each_other_say_what_to_set(tmp_path):
+    run = Run(tmp_path, TINY)
+    assert 0 not in run.run_together(2, environment={'GLOO_SOCKET_IFNAME': 'nowhere0'})
+    assert 'as in GLOO_SOCKET_IFNAME=eth0' in run.text
+    assert 'Traceback' not in run.text
 
 
 def test_names_are_no_markup(tmp_path):
-    run = Run(tmp_path / 'b[/x]', GROUP_NORM)
+    settings = changed(TINY, data__train_images=8, stage1__epochs=1, stage2={'epochs': 1, 'calibrate': 0})
+    run = Run(tmp_path / 'b[/x]', settings)
     assert run.run() == 0, run.text
     assert run.run('--evaluate', str(run.output / 'export')) == 0, run.text
     assert 'Traceback' not in run.text
@@ -257,7 +282,7 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     assert run.run('--stage1.epochs', '0') == 1
     assert 'needs a trained network' in run.text
     assert run.run('--global-batch-size', '64') == 1
-    assert 'at most the 32 training images' in run.text
+    assert 'at most the 32 training images, got 64; 8 more are held out by stage2.calibrate' in run.text
     assert run.run('--data.source', 'folder', '--data.path', str(tmp_path / 'nowhere')) == 1
     assert 'data.path must be an existing directory' in run.text
     assert run.run('--model.name', 'resnet81') == 1
@@ -265,6 +290,8 @@ def test_wrong_beginnings_end_with_a_message(tmp_path):
     # What only stage 2 would meet.
     assert run.run('--stage2.optimizer', 'adamww') == 1
     assert "stage2.optimizer 'adamww' cannot be created" in run.text
+    assert run.run('--output', '/proc/nowhere') == 1  # where not even root may write
+    assert 'cannot write into /proc/nowhere' in run.text
     missing = next(name for name in ('aim', 'dvclive', 'swanlab', 'clearml') if name not in get_available_trackers())
     assert run.run('--trackers', f'[{missing}]') == 1
     assert f'tracker {missing} is not installed: pip install {missing}' in run.text
@@ -298,9 +325,7 @@ def test_gradients_are_not_divided_by_a_variable_of_the_environment(tmp_path):
     settings = changed(TINY, stage1={'epochs': 1, 'lr': 0.05}, stage2={'epochs': 0})
     plain, told = Run(tmp_path / 'plain', settings), Run(tmp_path / 'told', settings)
     assert plain.run() == 0
-    environment = os.environ | {'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4', 'OMP_NUM_THREADS': '1'}
-    command = [sys.executable, ROOT / 'train_imagenet.py', '--config', told.config, '--output', told.output]
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert told.run(environment={'ACCELERATE_GRADIENT_ACCUMULATION_STEPS': '4'}) == 0
     assert losses(told) == losses(plain)
 
 

@@ -22,85 +22,79 @@ the pooling, softmax_n(c X + L + w). Without Φ there are no matrices. Where the
 is for X plus s · peaks, and so c · peaks less in r; of both only peaks / ρ is left, in log P1.
 """
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
-from rotp_vision.core.explicit.tape import Logits, Tape, Variable
+from rotp_vision.core.explicit.ops import register
+from rotp_vision.core.explicit.scratch import ChunkSize
+from rotp_vision.core.explicit.tape import Coefficient, Logits, Plan, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
+# The coefficients of a module, the values of what is assigned to them below.
+_Kinds = namedtuple(
+    '_Kinds',
+    'scale_p scale_s w_now w_before row_u row_mu row_p0 row_peaks kappa keep_u column_v column_lse column_eta '
+    'column_q0 mu_p0 mu_mu mu_row eta_q0 eta_eta eta_column keep_m rough_p rough_before rough_s force_p '
+    'force_before force_s',
+)
 
-def _run(tape: Tape, num_modules: int, quadratic: bool, similarity: str) -> tuple[Logits, Variable]:
+
+def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:
     """c X + L and w of the last module."""
+    forced = quadratic or tape.similarity != ''
 
-    forced = quadratic or similarity != ''
-
-    def forces(plan: Variable) -> list[Variable]:
+    def parts(plan: Plan) -> list[Plan | Variable]:
         """What Φ is made of: one for each weight."""
-        return [*([plan] if quadratic else []), *([tape.force(plan)] if similarity else [])]
+        return [*([plan] if quadratic else []), *([tape.force(plan)] if tape.similarity else [])]
 
     u = log_mu = tape.log_p0
     v = v_before = log_eta = tape.log_q0
-    matrix, of_s, of_p = None, forces(tape.product(u, v)) if forced else [], []
-    for k in range(num_modules):
-        scale_p, scale_s, *rest = tape.module(k)
-        now, before, row_u, row_mu, row_p0, kappa, keep_u, column_v, column_lse, column_eta, column_q0, *rest = rest
-        mu_p0, mu_mu, mu_row, eta_q0, eta_eta, eta_column, keep_s, row_peaks, *weights = rest
-        to_p, to_next, to_s = weights[::3], weights[1::3], weights[2::3]
-        matrix_p = None
-        if forced:
-            kept = [] if matrix is None else [(keep_s, matrix)]
-            matrix_p = tape.combine(*zip(to_p + to_next, of_s + of_p, strict=False), *kept)
-            of_p = []  # plan-sized, so not kept longer than needed
-        logits = Logits(scale_p, matrix_p)
-        w = tape.combine((now, v), (before, v_before))
-        if k + 1 == num_modules:
+    of_s, of_p, matrices = parts(tape.prior_plan()) if forced else [], [], []
+    for k, module in enumerate(map(_Kinds._make, modules)):
+        kinds = [*([module[-6:-3]] if quadratic else []), *([module[-3:]] if tape.similarity else [])]
+        matrices_p = []
+        for i, (to_p, to_next, _) in enumerate(kinds):
+            before = [(to_next, of_p[i]), (module.keep_m, matrices[i])] if k else []
+            matrices_p.append((1.0, tape.combine((to_p, of_s[i]), *before)))
+        logits = Logits(module.scale_p, *matrices_p)
+        w = tape.combine((module.w_now, v), (module.w_before, v_before))
+        if k + 1 == len(modules):
             return logits, w
         r = tape.lse(logits, w)
-        pulls = [(row_u, u), (0.5, r), (row_mu, log_mu), (row_p0, tape.log_p0)]
-        pulls += [] if tape.peaks is None else [(row_peaks, tape.peaks)]
+        pulls = [(module.row_u, u), (0.5, r), (module.row_mu, log_mu), (module.row_p0, tape.log_p0)]
+        pulls += [] if tape.peaks is None else [(module.row_peaks, tape.peaks)]
         log_row = tape.log_softmax(tape.combine(*pulls))
         row = tape.combine((1.0, log_row), (-1.0, r))
         if forced:
-            of_p = forces(tape.plan(logits, w, log_row))
-            kept = [] if matrix is None else [(kappa, matrix)]
-            matrix = tape.combine(*zip(to_s + to_s, of_s + of_p, strict=True), *kept)
-            of_s = []
-        u = tape.combine((kappa, row), (keep_u, u))
-        logits = Logits(scale_s, matrix)
+            of_p = parts(tape.plan(logits, w, log_row)[0])
+            for i, (_, _, to_s) in enumerate(kinds):
+                before = [(module.kappa, matrices[i])] if k else []
+                matrices[i : i + 1] = [tape.combine((to_s, of_s[i]), (to_s, of_p[i]), *before)]
+        u = tape.combine((module.kappa, row), (module.keep_u, u))
+        logits = Logits(module.scale_s, *((1.0, matrix) for matrix in matrices))
         column = tape.lse(logits, u)
-        log_column = tape.combine((column_v, v), (column_lse, column), (column_eta, log_eta), (column_q0, tape.log_q0))
-        log_column = tape.log_softmax(log_column)
+        pulls = [(module.column_v, v), (module.column_lse, column)]
+        pulls += [(module.column_eta, log_eta), (module.column_q0, tape.log_q0)]
+        log_column = tape.log_softmax(tape.combine(*pulls))
         if forced:
-            of_s = forces(tape.plan(logits, u, log_column))
+            of_s = parts(tape.plan(logits, u, log_column)[0])
         v_before, v = v, tape.combine((1.0, log_column), (-1.0, column))
-        log_mu = tape.log_softmax(tape.combine((mu_p0, tape.log_p0), (mu_mu, log_mu), (mu_row, log_row)))
-        log_eta = tape.combine((eta_q0, tape.log_q0), (eta_eta, log_eta), (eta_column, log_column))
-        log_eta = tape.log_softmax(log_eta)
+        pulls = [(module.mu_p0, tape.log_p0), (module.mu_mu, log_mu), (module.mu_row, log_row)]
+        log_mu = tape.log_softmax(tape.combine(*pulls))
+        pulls = [(module.eta_q0, tape.log_q0), (module.eta_eta, log_eta), (module.eta_column, log_column)]
+        log_eta = tape.log_softmax(tape.combine(*pulls))
     raise AssertionError('there is at least one module')
 
 
-def _forward(inputs: Inputs, scratch: Scratch, quadratic: bool, similarity: str) -> Tensor:
-    tape = Tape(inputs, scratch, similarity=similarity)
-    return tape.pool(*_run(tape, len(inputs.modules.each), quadratic, similarity))
-
-
-def _backward(
-    grad: Tensor, inputs: Inputs, scratch: Scratch, needs: Needs, slopes: Slopes, quadratic: bool, similarity: str
-) -> Gradients:
-    tape = Tape(inputs, scratch, needs, slopes, similarity)
-    return tape.gradients(*_run(tape, len(inputs.modules.each), quadratic, similarity), grad)
-
-
-def _chunk_size(quadratic: bool, similarity: str) -> ChunkSize:
-    """As many parts as a forward has plan-sized tensors: X, a sweep; matrices and plans; factors and forces."""
+def _chunk_size(similarity: str, quadratic: bool) -> ChunkSize:
+    """As many parts as a forward has plan-sized tensors: X, two sweeps; matrices; factors."""
     parts = 15 if similarity else 8 if quadratic else 4
     return ChunkSize(enlarge=2, parts=parts, multiplies=similarity != '')
 
 
-_OPTIONS = ', bool quadratic, str similarity'
-register('coupled_badmm_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
+register('coupled_badmm_pool', _run, ', bool quadratic', _chunk_size)
 
 
 def coupled_badmm_pool(
@@ -127,14 +121,13 @@ def coupled_badmm_pool(
     assert alpha2 is not None
     assert alpha3 is not None
     assert rho is not None
-    forces = [-alpha1] if quadratic else []
-    if quadratic:
-        alpha1 = torch.zeros_like(alpha1)
     structure = weights.structure
     if structure is None:
         similarity = ''
-    else:
-        forces.append(structure)
+        structure = torch.zeros_like(rho)
+    rough = -alpha1
+    if quadratic:
+        alpha1 = torch.zeros_like(alpha1)
     before1, before2, before3 = _shift(alpha1), _shift(alpha2), _shift(alpha3)
     kappa, keep_u, speed = rho / (alpha1 + rho), before1 / (alpha1 + rho), _shift(rho) / rho
     scales_p, scales_s = [rho[0].reciprocal()], [kappa[0] / rho[0]]
@@ -142,16 +135,37 @@ def coupled_badmm_pool(
         scales_p.append(rho[k].reciprocal() + (1 - before1[k] / rho[k]) * scales_s[k - 1])
         scales_s.append(kappa[k] * scales_p[k] + keep_u[k] * scales_s[k - 1])
     share = kappa / (1 + kappa)
-    kinds = [torch.stack(scales_p), torch.stack(scales_s), 1 + speed, -speed]
-    kinds += [0.5 - 0.5 * before1 / rho, 0.5 - 0.5 * before2 / rho, 0.5 * before2 / rho, kappa, keep_u]
-    kinds += [share, 1 / (1 + kappa), share * (1 - before3 / rho), share * before3 / rho]
-    kinds += [(alpha2 - before2) / (alpha2 + rho), before2 / (alpha2 + rho), rho / (alpha2 + rho)]
-    kinds += [(alpha3 - before3) / (alpha3 + rho), before3 / (alpha3 + rho), rho / (alpha3 + rho)]
-    kinds += [1 - before1 / rho, 0.5 / rho]
-    for force in forces:
-        kinds += [force / rho, _shift(force) / rho, kappa * force / rho]
+    kinds = _Kinds(
+        scale_p=torch.stack(scales_p),
+        scale_s=torch.stack(scales_s),
+        w_now=1 + speed,
+        w_before=-speed,
+        row_u=0.5 - 0.5 * before1 / rho,
+        row_mu=0.5 - 0.5 * before2 / rho,
+        row_p0=0.5 * before2 / rho,
+        row_peaks=0.5 / rho,
+        kappa=kappa,
+        keep_u=keep_u,
+        column_v=share,
+        column_lse=1 / (1 + kappa),
+        column_eta=share * (1 - before3 / rho),
+        column_q0=share * before3 / rho,
+        mu_p0=(alpha2 - before2) / (alpha2 + rho),
+        mu_mu=before2 / (alpha2 + rho),
+        mu_row=rho / (alpha2 + rho),
+        eta_q0=(alpha3 - before3) / (alpha3 + rho),
+        eta_eta=before3 / (alpha3 + rho),
+        eta_column=rho / (alpha3 + rho),
+        keep_m=1 - before1 / rho,
+        rough_p=rough / rho,
+        rough_before=_shift(rough) / rho,
+        rough_s=kappa * rough / rho,
+        force_p=structure / rho,
+        force_before=_shift(structure) / rho,
+        force_s=kappa * structure / rho,
+    )
     coefficients = torch.stack(kinds).to(log_p0.dtype)
-    options = quadratic, similarity
+    options = similarity, quadratic
     return torch.ops.rotp_vision.coupled_badmm_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 # Elements of one plan-sized buffer. On CPU, and there for each thread, a chunk's handful of buffers should stay in the
 # cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
-CHUNK_ELEMENTS_ELSEWHERE = 2**23
+CHUNK_ELEMENTS_ELSEWHERE = 2**25
 WIDE = 256  # so many features are worth being transposed set by set
 
 
@@ -28,7 +28,6 @@ class Scratch:
         self._buffers: list[Tensor] = []
         self._stack: tuple[Tensor, tuple[Tensor, ...]] | None = None
         self._current = 0
-        self._flat: dict[int, tuple[Tensor, Tensor]] = {}
         self._taken = 0
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
@@ -39,7 +38,6 @@ class Scratch:
         self._taken = 0
         if num_sets != self._current:
             self._current = num_sets
-            self._flat.clear()
             self._stack = None
 
     def take(self) -> Tensor | None:
@@ -79,17 +77,6 @@ class Scratch:
     def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
         """`values`, over themselves, with a number where the mask `where` says."""
         return values.masked_fill_(where, value)
-
-    def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """Sum of a · b over everything; both (b, D, N) with contiguous features."""
-        return torch.dot(self.flat(a), self.flat(b))
-
-    def flat(self, values: Tensor) -> Tensor:
-        """(b·N·D) the values of a (b, D, N) with contiguous features."""
-        # Remembered for all chunks of this size: making the view costs as much as a small operation.
-        if id(values) not in self._flat:
-            self._flat[id(values)] = values, values.mT.view(-1)
-        return self._flat[id(values)][1]
 
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""

@@ -16,51 +16,56 @@ Where K is large enough for a module to converge, backward need not go through a
 through one step from the fixed point, by the implicit function theorem.
 """
 
+from collections import namedtuple
+
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes, register
-from rotp_vision.core.explicit.scratch import ChunkSize, Scratch
+from rotp_vision.core.explicit.ops import register
+from rotp_vision.core.explicit.scratch import ChunkSize
 from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
+# The coefficients of a module, the values of what is assigned to them below.
+_Kinds = namedtuple('_Kinds', 'scale keep feature_rate sample_rate lift structure')
 
-def _run(tape: Tape, num_modules: int, num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
+
+def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
     """s X + M and v of the last module."""
+    implicit = implicit and tape.recording
     u, v = tape.log_p0, tape.log_q0
-    logits = None
-    for k in range(num_modules):
-        scale, keep, feature_rate, sample_rate, lift, *structure = tape.module(k)
-        matrix = None
-        if structure:
-            kept = []
-            if logits is None or logits.matrix is None:
-                plan = tape.product(u, v)
+    logits, force = None, None
+    for k, module in enumerate(map(_Kinds._make, modules)):
+        if tape.similarity:
+            if logits is None or force is None:
+                force = tape.combine((module.structure, tape.force(tape.prior_plan())))
             else:
-                plan = tape.plan(logits, v, tape.log_softmax(tape.combine((1.0, u), (1.0, tape.lse(logits, v)))))
-                kept = [(keep, logits.matrix)]
-            matrix = tape.combine((structure[0], tape.force(plan)), *kept)
-        logits = Logits(scale, matrix)
+                log_row = tape.log_softmax(tape.combine((1.0, u), (1.0, tape.lse(logits, v))))
+                plan, _ = tape.plan(logits, v, log_row)
+                force = tape.combine((module.structure, tape.force(plan)), (module.keep, force))
+        logits = Logits(module.scale) if force is None else Logits(module.scale, (1.0, force))
         tape.share(logits)
-        u_kept, v_kept = tape.combine((keep, u)), tape.combine((keep, v))
+        u_kept, v_kept = tape.combine((module.keep, u)), tape.combine((module.keep, v))
         p0_left = tape.combine((1.0, tape.log_p0), (-1.0, u_kept))
         q0_left = tape.combine((1.0, tape.log_q0), (-1.0, v_kept))
         if tape.peaks is not None:
-            u_kept = tape.combine((1.0, u_kept), (lift, tape.peaks))
+            u_kept = tape.combine((1.0, u_kept), (module.lift, tape.peaks))
 
         v = v_kept
-        tape.recording = not implicit
+        tape.recording = tape.recording and not implicit
         for _ in range(num_inner - implicit):
-            u = _half_step(tape, logits, feature_rate, u_kept, p0_left, v)
-            v = _half_step(tape, logits, sample_rate, v_kept, q0_left, u)
-        tape.recording = True
+            u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, v)
+            v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
         if implicit:
+            tape.recording = True
             before = Variable(v.value, v.axis)
-            u = _half_step(tape, logits, feature_rate, u_kept, p0_left, before)
-            v = _half_step(tape, logits, sample_rate, v_kept, q0_left, u)
-            tape.fixed_point(logits, before, u, v, feature_rate.value * sample_rate.value)
-            if k + 1 < num_modules:
-                u = _half_step(tape, logits, feature_rate, u_kept, p0_left, v)  # as it depends on the fixed point
+            u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, before)
+            v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
+            tape.fixed_point(logits, before, u, v, module.feature_rate.value * module.sample_rate.value)
+            if k + 1 < len(modules):
+                u = _half_step(
+                    tape, logits, module.feature_rate, u_kept, p0_left, v
+                )  # as it depends on the fixed point
     assert logits is not None
     return logits, v
 
@@ -73,32 +78,12 @@ def _half_step(
     return tape.combine((1.0, kept), (rate, gap))
 
 
-def _forward(inputs: Inputs, scratch: Scratch, num_inner: int, implicit: bool, similarity: str) -> Tensor:
-    tape = Tape(inputs, scratch, similarity=similarity)
-    return tape.pool(*_run(tape, len(inputs.modules.each), num_inner, False))
-
-
-def _backward(
-    grad: Tensor,
-    inputs: Inputs,
-    scratch: Scratch,
-    needs: Needs,
-    slopes: Slopes,
-    num_inner: int,
-    implicit: bool,
-    similarity: str,
-) -> Gradients:
-    tape = Tape(inputs, scratch, needs, slopes, similarity)
-    return tape.gradients(*_run(tape, len(inputs.modules.each), num_inner, implicit), grad)
-
-
-def _chunk_size(num_inner: int, implicit: bool, similarity: str) -> ChunkSize:
-    """As many parts as a forward has plan-sized tensors: X, exponentials twice, a product; matrix, plan, factors."""
+def _chunk_size(similarity: str, num_inner: int, implicit: bool) -> ChunkSize:
+    """As many parts as a forward has plan-sized tensors: X, exponentials twice, a product; plan, factors."""
     return ChunkSize(enlarge=2, parts=15 if similarity else 5, multiplies=similarity != '')
 
 
-_OPTIONS = ', int num_inner, bool implicit, str similarity'
-register('sinkhorn_pool', _forward, _backward, _OPTIONS, chunk_size=_chunk_size)
+register('sinkhorn_pool', _run, ', int num_inner, bool implicit', _chunk_size)
 
 
 def sinkhorn_pool(
@@ -126,14 +111,12 @@ def sinkhorn_pool(
     coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
     if weights.structure is None:
         similarity = ''
-    options = num_inner, implicit, similarity
+    options = similarity, num_inner, implicit
     return torch.ops.rotp_vision.sinkhorn_pool(features, log_p0, log_q0, coefficients, view, *options)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(kinds, T) what the operators take for weights: s, τ/α1', α2/(α1' + α2), α3/(α1' + α3), 1/(α1' + α2), and α0/α1'
-    if structural. Those in Triton take the first four.
-    """
+    """(kinds, T) what the operators take for weights, see `_Kinds`; those in Triton take the first four."""
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
     assert feature_penalty is not None
     assert sample_penalty is not None
@@ -147,8 +130,12 @@ def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
     scales = [alpha1[0].reciprocal()]
     for k in range(1, alpha1.shape[0]):
         scales.append((1 + tau[k] * scales[k - 1]) / alpha1[k])
-    kinds = [torch.stack(scales), tau / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)]
-    kinds.append(1 / (alpha1 + alpha2))
-    if structure is not None:
-        kinds.append(structure / alpha1)
+    kinds = _Kinds(
+        scale=torch.stack(scales),
+        keep=tau / alpha1,
+        feature_rate=alpha2 / (alpha1 + alpha2),
+        sample_rate=alpha3 / (alpha1 + alpha3),
+        lift=1 / (alpha1 + alpha2),
+        structure=torch.zeros_like(alpha1) if structure is None else structure / alpha1,
+    )
     return torch.stack(kinds)

@@ -1,22 +1,29 @@
-"""For solvers whose log plan is never anything but `scale · X + matrix + feature vector + sample vector`.
+"""The engine of all operators: a solver is written once, forwards, on a `Tape`, which goes back through it by itself.
 
-Such a solver is a chain of vectors, tied by log-sum-exps ("sweeps"). Without matrix only the sweeps touch anything
-plan-sized; there is a matrix where plans act on each other by more than their logarithms, and it is made of plans.
-A solver is written once, forwards, on a `Tape`, which goes back through it by itself: autograd cannot run inside an
-operator.
+All that a solver ever makes are exponentials of `scale · X + matrices + vector`, a "sweep", sums of sweeps along an
+axis, vectors made of these, plans and sums of plans. Autograd cannot run inside an operator, and would keep every one
+of them. Time is passes over memory, so the tape knows what a pass need not be made for:
+
+- a plan is lazy, exponentials and a vector that they are yet to be multiplied with, in the pass that reads them;
+- the matrices of a sweep are added up in the sweep, each in one pass with its coefficient;
+- where many sweeps have the same logits, `share` makes their exponentials once;
+- the structural force of a plan is a matrix of the shorter axis, see `Structure`.
+
+Vectors are known up to a constant in each set: whatever a solver does with one ends in a softmax.
 
 Where values may be read (on CPU, and not in a trace), the maximum of every row of X, its peak, is taken off it. What
 all entries of a row have in common would otherwise be rounded in every sum and every gradient. The feature vectors of a
 solver are then those of the shifted X; its docstring says where it has to add the peaks again.
 """
 
+import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import Gradients, Inputs, Needs, Slopes
 from rotp_vision.core.explicit.scratch import (
     Exponents,
     Scratch,
@@ -30,57 +37,129 @@ from rotp_vision.core.explicit.structure import Structure
 from rotp_vision.core.explicit.view import Seen
 from rotp_vision.core.structure import Similarity
 
-BOTH, FEATURES, SAMPLES = 0, 1, 2  # the axes of (b, D, N)
+BOTH, FEATURES, SAMPLES, MIXING = 0, 1, 2, 3  # the axes of (b, D, N), and of the matrices of `Structure`
 
 
-class Coefficient(NamedTuple):
-    """One scalar of the coefficients (kinds, T)."""
+@dataclass(eq=False, slots=True)
+class Coefficient:
+    """A scalar that a solver multiplies with, of one module, the same for all chunks; they add to its gradient."""
 
     value: Tensor
-    kind: int
-    module: int
+    number: float  # the value, NaN where it may not be read
+    along: Tensor | None = None  # (1, D, 1) the value as a feature vector, once somebody has made it
+    slopes: list[Tensor] = field(default_factory=list)  # terms of its gradient,
+    scaled_slopes: list[Tensor] = field(default_factory=list)  # and (b, ·, 1) whose sum is to be divided by the value
+
+    def gradient(self) -> Tensor:
+        total = torch.stack(self.slopes).sum() if self.slopes else torch.zeros_like(self.value)
+        return total + torch.cat(self.scaled_slopes).sum() / self.value if self.scaled_slopes else total
 
 
+Factor = Coefficient | float
+
+
+class Batch(NamedTuple):
+    """What a solver reads."""
+
+    features: Tensor  # (B, D, N) any dtype
+    log_p0: Tensor  # (B, D)
+    log_q0: Tensor  # (B, N), -inf on masked samples
+    view: str  # what the plan sees of the features, see `view_of`
+    similarity: str  # of the structural term; '' where there is none
+    modules: list[list[Coefficient]]
+    eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
+    any_masked: bool  # whether some sample may be
+    p0_range: list[float]  # if eager, the smallest and the largest log p0
+    q0_range: list[float]  # and log q0 of samples that are not masked
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted."""
+
+    features: bool
+    log_p0: bool
+    log_q0: bool
+    coefficients: bool
+
+
+@dataclass(eq=False, slots=True)
 class Variable:
-    """A vector (b, D, 1) or (b, 1, N), or along both axes a matrix (b, D, N), with its gradient on the way back.
+    """A vector (b, D, 1) or (b, 1, N), a matrix (b, D, N) or that of a force (b, M, M), with its gradient.
 
-    It is finite on masked samples, where nobody reads it.
+    A vector is finite on masked samples, where nobody reads it.
     """
 
-    __slots__ = ('axis', 'grad', 'value')
+    value: Tensor
+    axis: int
+    reach: float = math.inf  # a bound on how far entries of a vector lie apart, on the size of those of a matrix
+    high: float = 0.0  # of the logarithm of a marginal, a bound on its entries
+    wanted: bool = True  # whether its gradient is
+    read_again: bool = False  # whether the way back needs the value, for the gradient of a coefficient
+    grad: Tensor | None = None
 
-    def __init__(self, value: Tensor, axis: int) -> None:
-        self.value = value
-        self.axis = axis
-        self.grad: Tensor | None = None
-
-    def add_grad(self, grad: Tensor, factor: Tensor | float = 1.0) -> None:
+    def add_grad(self, grad: Tensor, factor: Tensor | float = 1.0, *, own: bool = False) -> None:
+        """Add factor · grad; `own` if nobody else has it and the factor is one."""
+        if not self.wanted:
+            return
         if self.grad is None:
-            self.grad = grad * factor
+            self.grad = grad if own else grad * factor
         elif isinstance(factor, Tensor):
             self.grad.addcmul_(grad, factor)
         else:
             self.grad.add_(grad, alpha=factor)
 
 
-class Logits(NamedTuple):
-    """scale · X + matrix."""
+class _Pull(NamedTuple):
+    """A part of the gradient of a plan: factor · grad."""
 
-    scale: Coefficient
-    matrix: Variable | None = None
+    grad: Tensor  # (b, D, N)
+    factor: Factor
+    last: bool  # whether nobody reads `grad` afterwards
 
 
+@dataclass(eq=False, slots=True)
+class Plan:
+    """exponentials · weight, with the parts of its gradient."""
+
+    exponentials: Tensor  # (b, D, N), of the product of the priors (b, D, 1)
+    weight: Tensor  # (b, D, 1) or (b, 1, N)
+    potential: Variable | None  # log marginal - LSE(logits + vector); none of the product of the priors
+    reach: float  # a bound on its entries
+    recorded: int  # how much was recorded before it
+    pulls: list[_Pull] = field(default_factory=list)
+
+
+Terms = tuple[tuple[Factor, Variable | Plan], ...]
+Recorded = TypeVar('Recorded', Variable, Plan)
+
+
+class Logits:
+    """scale · X + Σ factor · matrix; of forces the factor is one."""
+
+    __slots__ = ('scale', 'shared', 'terms')
+
+    def __init__(self, scale: Coefficient, *terms: tuple[Factor, Variable]) -> None:
+        self.scale, self.terms = scale, terms
+        self.shared: _Shared | None = None
+        _note_reads(terms)
+
+
+@dataclass(eq=False, slots=True)
 class _Sweep:
-    """exp(logits + vector - shift), with the gradient of the logits on the way back."""
+    """exp(logits + vector - top - a constant), with the gradient of the logits."""
 
-    __slots__ = ('exponentials', 'grad', 'logits', 'shift', 'total', 'vector')
+    logits: Logits
+    vector: Variable
+    in_stack: bool
+    exponentials: Tensor  # (b, D, N)
+    total: Tensor  # their sum along the vector's axis, kept
+    top: Tensor | None  # like total; None for zero
+    grad: Tensor | None = None  # (b, D, N), over the exponentials once nobody needs them any more
+    has_lse: bool = False
 
-    def __init__(self, logits: Logits, vector: Variable, exponentials: Tensor, total: Tensor, shift: Tensor) -> None:
-        self.logits, self.vector = logits, vector
-        self.exponentials = exponentials  # (b, D, N)
-        self.total = total  # their sum along the vector's axis, kept
-        self.shift = shift  # like total
-        self.grad: Tensor | None = None  # (b, D, N)
+    def log_sum(self) -> Tensor:
+        """LSE(logits + vector) but for the constant."""
+        return self.total.log() if self.top is None else self.total.log() + self.top
 
 
 class _Shared(NamedTuple):
@@ -100,149 +179,247 @@ class _Shared(NamedTuple):
 
 
 class Tape:
-    """Vectors made from vectors; recorded if `needs` and `slopes` say which gradients are wanted.
+    """Vectors, plans and matrices made from each other; recorded if `needs` says which gradients are wanted."""
 
-    With a `similarity` there is a structural term.
-    """
-
-    def __init__(
-        self,
-        inputs: Inputs,
-        scratch: Scratch,
-        needs: Needs | None = None,
-        slopes: Slopes | None = None,
-        similarity: str = '',
-    ) -> None:
-        self._modules: list[tuple[Tensor, ...]] = inputs.modules.each
-        self._masked = inputs.log_q0 == -torch.inf
-        self._any_masked = bool(self._masked.any()) if inputs.modules.eager else True
-        masked = self._masked if self._any_masked else None
-        self._seen = seen = Seen(inputs.features, inputs.view, masked, scratch, inputs.modules.eager)
-        self._spread = seen.spread  # of the rows of X, at most
+    def __init__(self, batch: Batch, sets: slice, scratch: Scratch, needs: Needs | None = None) -> None:
+        """Of the sets of a chunk."""
+        log_p0, log_q0 = batch.log_p0[sets].unsqueeze(2), batch.log_q0[sets].unsqueeze(1)
+        self._masked = log_q0 == -torch.inf if batch.any_masked else None
+        self._seen = seen = Seen(batch.features[sets], batch.view, self._masked, scratch, batch.eager)
         self._x = seen.x
         self._needs = needs
-        self._slopes = slopes
         self.recording = needs is not None  # off, vectors are constants of what follows
         self._scratch = scratch
-        self._shared: dict[tuple[int, int], _Shared] = {}
         self._back: list[Callable[[], None]] = []
-        self.log_p0 = Variable(inputs.log_p0, FEATURES)
-        self.log_q0 = Variable(inputs.log_q0.masked_fill(self._masked, 0.0), SAMPLES)
+        wanted = needs or Needs(False, False, False, False)
+        self._wants_slopes = wanted.coefficients
+        (p_low, p_high), (q_low, q_high) = batch.p0_range, batch.q0_range
+        self.log_p0 = Variable(log_p0, FEATURES, p_high - p_low, p_high, wanted.log_p0)
+        self.log_q0 = Variable(self._fill(log_q0, 0.0), SAMPLES, q_high - q_low, q_high, wanted.log_q0)
+        self._exp = {id(v): v.value.exp() for v in (self.log_p0, self.log_q0)}
         self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
-        self.peaks: Variable | None = None  # the same up to a constant; whatever is taken off, the result is the same
+        self._peaks: Variable | None = None
+        self.similarity = batch.similarity
         self._structure: Structure | None = None
-        if similarity:
-            self._structure = Structure(self._x, masked, cast(Similarity, similarity), scratch)
-        if inputs.modules.eager:
-            ours = seen.may_overwrite and (similarity != 'cosine' or needs is None)  # whose way back reads X
-            out = self._x if ours else scratch.take()
-            self._x, self._peak = shift_rows(self._x, masked, out)
-            self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES)
-            if self._any_masked or not self._spread * inputs.modules.steepest < exponent_limit(self._x.dtype):
-                self._spread = -float(self._x.amin())
-        self._buffer: Tensor | None = None  # one for all sweeps, where none is kept
+        self._force_reach = math.inf
+        if batch.similarity:
+            self._structure = Structure(self._x, self._masked, cast(Similarity, batch.similarity), scratch)
+            self._force_reach = self._structure.largest() if batch.eager else math.inf
+        self._spread, self._spread_was_read = seen.spread, False  # of the rows of X, at most
+        if batch.eager:
+            ours = seen.may_overwrite and (batch.similarity != 'cosine' or needs is None)  # whose way back reads X
+            self._x, self._peak = shift_rows(self._x, self._masked, self._x if ours else scratch.take())
+        self._kept: dict[int, Tensor | None] = {}  # buffers of sweeps not recorded: one, with plans one for each axis
+        self._ring: list[Tensor | None] = []  # buffers of matrices not recorded
+        self._has_plans = False
         self._last: _Sweep | None = None  # the sweep whose exponentials were made last
         self._free: list[Tensor] = []  # (b, D, N) buffers that are needed no more on the way back
         self._spare: Tensor | None = None  # for the gradients of sweeps
+        self._shared_buffers: tuple[Tensor, Tensor] | None = None  # of the last shared exponentials
+        self._stack: Tensor | None = None  # (count, b·N·D) the exponentials of recorded sweeps, one after the other,
+        self._rows: tuple[Tensor, ...] = ()  # the same as buffers (b, D, N),
+        self._scales: list[Coefficient] = []  # and how X enters each
 
-    def module(self, index: int) -> list[Coefficient]:
-        """The coefficients of a module, one of each kind."""
-        return [Coefficient(value, kind, index) for kind, value in enumerate(self._modules[index])]
+    @property
+    def peaks(self) -> Variable | None:
+        """What is taken off X, up to a constant; whatever is taken off, the result is the same."""
+        if self._peaks is None and self._peak is not None:
+            self._peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
+        return self._peaks
 
-    def combine(self, *terms: tuple[Coefficient | float, Variable]) -> Variable:
-        """Σ coefficient · vector, of vectors along the same axis, or of matrices."""
-        (first, vector), *others = terms
-        out = self._room() if vector.axis == BOTH else None
-        value = vector.value if first == 1.0 else torch.mul(vector.value, _number(first), out=out)
+    def expect(self, num_sweeps: int) -> None:
+        """Say how many sweeps there will be: all their shares in the gradient of X are then one product of matrices."""
+        if self._needs is not None:
+            self._stack, self._rows = self._scratch.stack(num_sweeps)
+
+    # Vectors and matrices
+
+    def combine(self, *terms: tuple[Factor, Variable | Plan]) -> Variable:
+        """Σ factor · source, of vectors along the same axis, of matrices and plans, or of forces.
+
+        A matrix that comes first with a factor of one is used up, unless the way back needs its value.
+        """
+        (first, source), *others = terms
+        plan_sized = isinstance(source, Plan) or source.axis == BOTH
+        _note_reads(terms)
+        if first == 1.0 and isinstance(source, Variable):
+            value = source.value
+            kept = self.recording and source.read_again
+            out = self._room() if plan_sized and kept else self._scratch.over(value)
+        else:
+            value = torch.mul(*_product(first, source), out=self._room() if plan_sized else None)
+            out = self._scratch.over(value)
         for factor, other in others:
-            out = out if value is vector.value else self._scratch.over(value)
-            if isinstance(factor, Coefficient):
-                value = torch.addcmul(value, other.value, factor.value, out=out)
-            else:
+            out = out if plan_sized else None
+            if isinstance(other, Variable) and isinstance(factor, float):
                 value = torch.add(value, other.value, alpha=factor, out=out)
-        result = Variable(value, vector.axis)
+            else:
+                value = torch.addcmul(value, *_product(factor, other), out=out)
+            out = self._scratch.over(value)
+        axis = source.axis if isinstance(source, Variable) else BOTH
+        result = Variable(value, axis, sum(abs(_number(factor)) * other.reach for factor, other in terms))
+        return self._record(result, lambda: self._combine_back(result, terms))
 
-        def back() -> None:
-            if result.grad is None:
-                return
-            for factor, vector in terms:
-                self._add_grad(vector, result.grad, _number(factor))
-                if isinstance(factor, Coefficient):
-                    self._add_slope(factor, lambda grad=result.grad, value=vector.value: _inner(grad, value))
-            if result.axis == BOTH:
-                self._free.append(result.grad)
-                if result.value is not terms[0][1].value:
-                    self._free.append(result.value)
-
-        return self._record(result, back)
+    def _combine_back(self, result: Variable, terms: Terms) -> None:
+        grad = result.grad
+        if grad is None:
+            return
+        handed_on, plans = False, []
+        for factor, source in terms:
+            if isinstance(source, Plan):
+                source.pulls.append(_Pull(grad, factor, False))
+                plans.append(source)
+                continue
+            if isinstance(factor, Coefficient):
+                self._add_slope(factor, grad, source.value)
+            if factor == 1.0 and source.axis == BOTH and source.grad is None and not handed_on:
+                source.grad, handed_on = grad, True  # which is not written to before the plans have read it
+            else:
+                self._add_grad(source, grad, factor)
+        if result.axis == BOTH:
+            if plans and not handed_on:
+                pulls = min(plans, key=lambda plan: plan.recorded).pulls  # of the plan that the way back meets last
+                pulls[-1] = pulls[-1]._replace(last=True)
+            elif not handed_on:
+                self._free.append(grad)
+            if all(result.value is not source.value for _, source in terms if isinstance(source, Variable)):
+                self._free.append(result.value)
 
     def log_softmax(self, vector: Variable) -> Variable:
         """log softmax of a vector along its axis."""
         samples = vector.axis == SAMPLES
-        logits = vector.value.masked_fill(self._masked, -torch.inf) if samples else vector.value
-        value = logits.log_softmax(vector.axis)
-        result = Variable(value.masked_fill(self._masked, 0.0) if samples else value, vector.axis)
+        value = (self._fill(vector.value, -torch.inf) if samples else vector.value).log_softmax(vector.axis)
+        result = Variable(self._fill(value, 0.0) if samples else value, vector.axis, vector.reach)
 
         def back() -> None:
             if result.grad is not None:
-                grad = result.grad.masked_fill(self._masked, 0.0) if samples else result.grad
-                vector.add_grad(grad - value.exp() * grad.sum(vector.axis, keepdim=True))
+                grad = self._fill(result.grad, 0.0) if samples else result.grad
+                vector.add_grad(grad - value.exp() * grad.sum(vector.axis, keepdim=True), own=True)
 
         return self._record(result, back)
 
-    def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> Variable:
-        """exp(log_marginal) · softmax(logits + vector) along the vector's axis, a matrix; zero on masked samples."""
+    # Sweeps
+
+    def lse(self, logits: Logits, vector: Variable) -> Variable:
+        """LSE(logits + vector) along the vector's axis: a vector along the other."""
+        if logits.shared is not None:
+            return self._shared_lse(logits.shared, vector)
         sweep = self._swept(logits, vector)
-        value = torch.mul(sweep.exponentials, log_marginal.value.exp() / sweep.total, out=self._room())
-        if vector.axis == FEATURES and self._any_masked:
-            value = value.masked_fill(self._masked, 0.0)
-        result = Variable(value, BOTH)
+        sweep.has_lse = True
+        result = Variable(sweep.log_sum(), 3 - vector.axis, self._reach(logits))
 
         def back() -> None:
             if result.grad is None:
                 return
-            # Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit,
-            # which matters where the structural term has made them large.
-            assert sweep.grad is None  # there is one plan of a sweep, made after its log-sum-exp
-            sweep.grad = result.grad.mul_(result.value)
-            moved = sweep.grad.sum(vector.axis, keepdim=True)
-            log_marginal.add_grad(moved)
-            sweep.grad.addcmul_(sweep.exponentials, moved / sweep.total, value=-1)
-            self._free.append(result.value)
+            slope = result.grad / sweep.total
+            if sweep.grad is None:
+                sweep.grad = sweep.exponentials.mul_(slope)
+            else:
+                sweep.grad = torch.addcmul(sweep.grad, sweep.exponentials, slope, out=sweep.exponentials)
 
         return self._record(result, back)
 
-    def product(self, features: Variable, samples: Variable) -> Variable:
-        """The plan exp(features + samples), a matrix; zero on masked samples."""
-        exponents = (samples.value.mT + features.value.mT).mT  # which lie in memory like a plan
-        value = torch.exp(exponents, out=self._scratch.over(exponents))
-        result = Variable(value.masked_fill(self._masked, 0.0) if self._any_masked else value, BOTH)
+    def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> tuple[Plan, Variable]:
+        """exp(log_marginal) · softmax(logits + vector) along its axis, and log_marginal - LSE(logits + vector).
+
+        The plan is zero on masked samples. Where nothing is recorded, it lasts until the next sweep along that axis.
+        """
+        sweep, self._has_plans = self._swept(logits, vector), True
+        marginal = self._exp.get(id(log_marginal))
+        weight = (log_marginal.value.exp() if marginal is None else marginal) / sweep.total
+        if vector.axis == FEATURES:
+            weight = self._fill(weight, 0.0)
+        simple = sweep.top is None and self._masked is None
+        potential = weight.log() if simple else log_marginal.value - sweep.log_sum()
+        potential = Variable(potential, 3 - vector.axis, log_marginal.reach + self._reach(logits))
+        plan = Plan(sweep.exponentials, weight, potential, math.exp(log_marginal.high), len(self._back))
+        return self._record(plan, lambda: self._plan_back(plan, sweep, log_marginal)), potential
+
+    def _plan_back(self, plan: Plan, sweep: _Sweep, log_marginal: Variable) -> None:
+        assert sweep.grad is None  # there is one plan of a sweep, made after its log-sum-exp
+        assert plan.potential is not None
+        axis, slope = sweep.vector.axis, plan.potential.grad
+        if plan.pulls:
+            grad, moved = self._weighted_pulls(plan, axis)
+            slope = moved if slope is None else slope.add_(moved)
+            out = grad if sweep.has_lse else sweep.exponentials
+            sweep.grad = torch.addcmul(grad, sweep.exponentials, slope / sweep.total, value=-1, out=out)
+        elif slope is not None:
+            out = self._spare if sweep.has_lse else sweep.exponentials
+            sweep.grad = torch.mul(sweep.exponentials, slope / -sweep.total, out=out)
+        if slope is not None:
+            log_marginal.add_grad(slope)
+
+    def _weighted_pulls(self, plan: Plan, axis: int) -> tuple[Tensor, Tensor]:
+        """(b, D, N) the gradient of a plan times the plan, and its sum along an axis, kept.
+
+        Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit, which
+        matters where the structural term has made them large.
+        """
+        total, exponentials = self._spare, plan.exponentials
+        assert total is not None
+        (grad, factor, last), *others = plan.pulls
+        torch.mul(grad, exponentials, out=total)
+        # The first factor comes to the weight, where it can be told from the sum again.
+        if isinstance(factor, Coefficient) and math.isfinite(factor.number) and factor.number != 0:
+            moved = total.mul_(plan.weight * factor.value).sum(axis, keepdim=True)
+            if self._wants_slopes:
+                factor.scaled_slopes.append(moved)
+        else:
+            total.mul_(plan.weight)
+            if isinstance(factor, Coefficient) and self._wants_slopes:
+                factor.slopes.append(total.sum())
+            if factor != 1.0:
+                total.mul_(_value(factor))
+            moved = None if others else total.sum(axis, keepdim=True)
+        if last:
+            self._free.append(grad)
+        for grad, factor, last in others:
+            part = torch.mul(grad, exponentials, out=grad if last else self._free_buffer()).mul_(plan.weight)
+            if isinstance(factor, Coefficient):
+                total.addcmul_(part, factor.value)
+                if self._wants_slopes:
+                    factor.slopes.append(part.sum())
+            else:
+                total.add_(part, alpha=factor)
+            self._free.append(part)
+        return total, moved if moved is not None and not others else total.sum(axis, keepdim=True)
+
+    def prior_plan(self) -> Plan:
+        """The product of the priors, zero on masked samples."""
+        (p, q), high = self._exp.values(), self.log_p0.high + self.log_q0.high
+        plan = Plan(p, self._fill(q, 0.0), None, math.exp(high), len(self._back))
 
         def back() -> None:
-            if result.grad is not None:
-                grad = result.grad.mul_(result.value)
-                features.add_grad(grad.sum(SAMPLES, keepdim=True))
-                samples.add_grad(grad.sum(FEATURES, keepdim=True))
-                self._free += [grad, result.value]
+            if plan.pulls:
+                grad, by_feature = self._weighted_pulls(plan, SAMPLES)
+                self.log_p0.add_grad(by_feature)
+                self.log_q0.add_grad(grad.sum(FEATURES, keepdim=True))
 
-        return self._record(result, back)
+        return self._record(plan, back)
 
-    def force(self, plan: Variable) -> Variable:
-        """Σ1 P Σ2 of a plan P, a matrix: the structural force, see `structural_force`."""
+    def force(self, plan: Plan) -> Variable:
+        """Σ1 P Σ2 of a plan P of mass one, see `structural_force`; as a matrix of `Structure`."""
         structure = self._structure
         assert structure is not None
-        value, applied = structure.force(plan.value)
-        result = Variable(value, BOTH)
+        values, weight = plan.exponentials, plan.weight
+        if plan.potential is None:
+            value, projected = structure.push_product(values, weight), None
+        else:
+            value, projected = structure.push(values, weight)
+        result = Variable(value, MIXING, self._force_reach)
 
         def back() -> None:
-            if result.grad is not None:
-                d_plan = structure.force_back(result.grad, plan.value, applied, self._free_buffer())
-                self._free += [result.grad, result.value]
-                if plan.grad is None:
-                    plan.grad = d_plan
-                else:
-                    self._free.append(d_plan)
-                    plan.grad.add_(d_plan)
+            if result.grad is None:
+                return
+            if projected is None:
+                d_log_p, d_log_q = structure.push_product_back(result.grad, values, weight)
+                self.log_p0.add_grad(d_log_p)
+                self.log_q0.add_grad(d_log_q)
+            else:
+                out = self._free_buffer()
+                structure.push_back(result.grad, values, weight, projected, out)
+                plan.pulls.append(_Pull(out, 1.0, True))
 
         return self._record(result, back)
 
@@ -253,50 +430,23 @@ class Tape:
         is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Reading it
         synchronises a device other than the CPU, and a trace cannot branch on it: those do without.
         """
-        scale, matrix = logits
         limit = exponent_limit(self._x.dtype)
-        if self._peak is None or (matrix is None and not self._spread * float(scale.value) < limit):
+        if self._peak is None or (not logits.terms and not self._spread_within(limit / abs(logits.scale.number))):
             return
-        exponents, top = self._x, None
-        if matrix is not None:
-            exponents = torch.addcmul(matrix.value, self._x, scale.value)
-            exponents, top = shift_rows(exponents, self._masked if self._any_masked else None, exponents)
+        if self._needs is not None or self._shared_buffers is None:
+            buffer = self._scratch.buffer()
+            self._shared_buffers = self._scratch.buffer(), buffer.mT.view(buffer.shape)
+        exponents, twin = self._shared_buffers  # where nobody goes back, those of the module before
+        torch.mul(self._x, logits.scale.value, out=exponents)
+        top = None
+        if logits.terms:
+            _, top = shift_rows(self._add_terms(exponents, logits), self._masked, exponents)
             if not -float(exponents.amin()) < limit:
                 return
-        if self._needs is None and self._shared:
-            # Nobody goes back to the modules before.
-            _, (before, twin, *_) = self._shared.popitem()
-        else:
-            before, out = self._scratch.buffer(), self._scratch.buffer()
-            twin = out.mT.view(out.shape)
-        if matrix is None:
-            torch.mul(exponents, scale.value, out=before).exp_()
-        else:
-            torch.exp(exponents, out=before)
-        store(before, twin)
-        shared = self._shared[scale.kind, scale.module] = _Shared(before, twin, top, [], [])
+        store(exponents.exp_(), twin)
+        shared = logits.shared = _Shared(exponents, twin, top, [], [])
         if self._needs is not None:
             self._back.append(lambda: self._add_shared(shared, logits))
-
-    def lse(self, logits: Logits, vector: Variable) -> Variable:
-        """LSE(logits + vector) along the vector's axis: a vector along the other."""
-        shared = self._shared_of(logits)
-        if shared is not None:
-            return self._shared_lse(shared, vector)
-        sweep = self._swept(logits, vector)
-        result = Variable(sweep.total.log() + sweep.shift, 3 - vector.axis)
-
-        def back() -> None:
-            if result.grad is None:
-                return
-            slope = result.grad / sweep.total
-            if sweep.grad is None:
-                # Nobody else needs the exponentials any more.
-                sweep.grad = sweep.exponentials.mul_(slope)
-            else:
-                sweep.grad.addcmul_(sweep.exponentials, slope)
-
-        return self._record(result, back)
 
     def fixed_point(self, logits: Logits, before: Variable, between: Variable, after: Variable, rate: Tensor) -> None:
         """Say that `after` = F(`before`) is where F ends, a step of Sinkhorn scaling by way of `between`.
@@ -312,16 +462,15 @@ class Tape:
             softmax = rows.exponentials.div_(rows.total)
             step = torch.bmm(columns.exponentials.mT, softmax) / columns.total.mT * rate  # (b, N, N)
             system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
-            after.grad = torch.linalg.solve_ex(
-                system, after.grad.mT
-            ).result.mT  # unlike `solve` it does not synchronise
+            # Unlike `solve` it does not synchronise.
+            after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT
 
         self._record(after, back)
 
     def _shared_lse(self, shared: _Shared, vector: Variable) -> Variable:
-        weights, shift = self._shared_weights(shared, vector)
+        weights, top = self._shared_weights(shared, vector)
         total = shared.sum(weights, vector.axis)
-        result = Variable(total.log() + shift, 3 - vector.axis)
+        result = Variable(total.log() if top is None else total.log() + top, 3 - vector.axis)
 
         def back() -> None:
             if result.grad is None:
@@ -334,23 +483,20 @@ class Tape:
 
         return self._record(result, back)
 
-    def _shared_of(self, logits: Logits) -> _Shared | None:
-        return self._shared.get((logits.scale.kind, logits.scale.module))
-
-    def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor]:
-        """What E is weighted with in a sweep, largest one, and what the logarithm of the sum lacks."""
+    def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor | None]:
+        """What E is weighted with, largest one, and what the logarithm of the sum lacks but for a constant."""
         if vector.axis == SAMPLES:
-            values = vector.value.masked_fill(self._masked, -torch.inf) if self._any_masked else vector.value
-            largest = values.amax(SAMPLES, keepdim=True)
-            return (values - largest).exp_(), largest if shared.top is None else shared.top + largest
+            values = self._fill(vector.value, -torch.inf)
+            return (values - values.amax(SAMPLES, keepdim=True)).exp_(), shared.top
         values = vector.value if shared.top is None else vector.value + shared.top
-        largest = values.amax(FEATURES, keepdim=True)
-        return (values - largest).exp_(), largest
+        return (values - values.amax(FEATURES, keepdim=True)).exp_(), None
+
+    # The end
 
     def pool(self, logits: Logits, vector: Variable) -> Tensor:
         """(b, D, 1) features averaged by softmax_n(logits + vector)."""
         features = self._x if self._seen.averaged is None else self._seen.averaged
-        shared = self._shared_of(logits)
+        shared = logits.shared
         if shared is None:
             sweep = self._sweep(logits, vector)
             products = torch.mul(sweep.exponentials, features, out=self._scratch.over(sweep.exponentials))
@@ -363,52 +509,81 @@ class Tape:
             pooled = pooled + self._peak
         return self._seen.pooled(pooled)
 
-    def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> Gradients:
-        """The gradients of everything that led to `pool(logits, vector)`, whose own is `grad` (b, D, 1)."""
+    def gradients(self, logits: Logits, vector: Variable, grad: Tensor) -> list[Tensor | None]:
+        """The gradients of features, log p0 and log q0 by way of `pool(logits, vector)`, whose own is `grad` (b, D, 1).
+
+        None where not wanted. Those of coefficients are added to them.
+        """
         assert self._needs is not None
-        needs, spare = self._needs, self._scratch.buffer()
-        self._spare = spare
+        needs = self._needs
+        spare = self._spare = self._scratch.buffer()
         grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
+        separate = self._seen.averaged is not None
         features = self._x if self._seen.averaged is None else self._seen.averaged
-        mean = torch.mul(sweep.exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
-        d_features = sweep.exponentials.mul_(grad / sweep.total)
-        logits_grad = torch.sub(features, mean, out=spare).mul_(d_features)
-        balance_rows(logits_grad, d_features, grad)
+        in_stack, exponentials = sweep.in_stack, sweep.exponentials
+        mean = torch.mul(exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
+        out = self._scratch.buffer() if in_stack else exponentials
+        d_features = torch.mul(exponentials, grad / sweep.total, out=out)
+        sweep.grad = torch.sub(features, mean, out=exponentials if in_stack else spare).mul_(d_features)
+        if separate or self._structure is not None or not in_stack:
+            # X itself is next to zero where it weighs most, so that little is rounded.
+            balance_rows(sweep.grad, d_features, grad)
         self._dx: Tensor | None = None
         if needs.features:
-            self._dx = d_features if self._seen.averaged is None else self._scratch.buffer()
-        self._dx_is_blank = self._seen.averaged is not None
+            self._dx = self._scratch.buffer() if separate else d_features
+        self._dx_is_blank = separate
         if self._structure is not None:
-            if self._dx is not None and self._dx_is_blank:
+            if self._dx is not None and separate:
                 self._dx.zero_()
                 self._dx_is_blank = False
-            self._structure.start_back(self._dx, self._scratch)
-        sweep.grad = logits_grad
+            self._structure.start_back(self._dx)
         self._sweep_back(sweep)
         while self._back:
             self._back.pop()()  # which holds the tape: once dropped, its memory is free without the garbage collector
         if self._structure is not None:
             self._structure.end_back()
+        self._stack_back()
         if self._dx is not None:
             self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, mean * grad, spare)
-        return Gradients(
+        priors = self.log_p0, self.log_q0
+        return [
             self._dx,
-            self._grad_of(self.log_p0) if needs.log_p0 else None,
-            self._grad_of(self.log_q0) if needs.log_q0 else None,
-        )
+            *(v.grad if v.grad is not None or not v.wanted else torch.zeros_like(v.value) for v in priors),
+        ]
 
-    def _grad_of(self, vector: Variable) -> Tensor:
-        return torch.zeros_like(vector.value) if vector.grad is None else vector.grad
+    def _stack_back(self) -> None:
+        """On from all sweeps in the stack, which has become their gradients, to X and its scales."""
+        if self._stack is None:
+            return
+        if self._wants_slopes:
+            slopes = torch.mv(self._stack, self._x.mT.reshape(-1)).unbind()
+            for scale, slope in zip(self._scales, slopes, strict=True):
+                scale.slopes.append(slope)
+        if self._dx is not None:
+            scales = torch.stack([scale.value for scale in self._scales])
+            self._dx.mT.view(-1).addmv_(self._stack.t(), scales, beta=0 if self._dx_is_blank else 1)
 
-    def _record(self, result: Variable, back: Callable[[], None]) -> Variable:
+    # Inside
+
+    def _fill(self, vector: Tensor, value: float) -> Tensor:
+        """A sample vector with a number on masked samples."""
+        return vector if self._masked is None else vector.masked_fill(self._masked, value)
+
+    def _record(self, result: Recorded, back: Callable[[], None]) -> Recorded:
         if self._needs is not None and self.recording:
             self._back.append(back)
         return result
 
     def _room(self) -> Tensor | None:
-        """A buffer for a matrix that is kept for the way back; where nothing is kept it has memory of its own."""
-        return self._scratch.take() if self._needs is not None and self.recording else None
+        """A buffer for a matrix; where nothing is recorded, it lasts until the third matrix after it."""
+        if self.recording:
+            return self._scratch.take()
+        if len(self._ring) < 3:
+            self._ring.append(self._scratch.take())
+        else:
+            self._ring.append(self._ring.pop(0))
+        return self._ring[-1]
 
     def _swept(self, logits: Logits, vector: Variable) -> _Sweep:
         """The sweep of these, recorded; if they were those of the last one, that."""
@@ -419,91 +594,136 @@ class Tape:
                 self._back.append(lambda sweep=sweep: self._end_sweep(sweep))
         return sweep
 
-    def _end_sweep(self, sweep: _Sweep) -> None:
-        self._sweep_back(sweep)
-        self._free.append(sweep.exponentials)
-        if sweep.grad is not None and sweep.grad is not sweep.exponentials:
-            self._free.append(sweep.grad)
-
     def _sweep(self, logits: Logits, vector: Variable) -> _Sweep:
-        self._last = _Sweep(logits, vector, *self._exponentials(logits, vector))
+        in_stack = self._stack is not None
+        if in_stack:
+            self._scales.append(logits.scale)
+        self._last = _Sweep(logits, vector, in_stack, *self._exponentials(logits, vector))
         return self._last
 
-    def _exponentials(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor]:
-        """exp(logits + vector - shift), their sum along the vector's axis, and the shift."""
-        if self._needs is not None and self.recording:
+    def _exponentials(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor | None]:
+        """exp(logits + vector - top - a constant), their sum along the vector's axis, and top."""
+        if self._stack is not None:
+            out = self._rows[len(self._scales) - 1]
+        elif self._needs is not None and self.recording:
             out = self._scratch.take()
         else:
-            out = self._buffer = self._scratch.take() if self._buffer is None else self._buffer
-        scale, matrix = logits
-        shared = self._shared_of(logits)
-        if shared is not None:
-            weights, shift = self._shared_weights(shared, vector)
-            y = torch.mul(shared.exponentials, weights, out=out)
-            return y, y.sum(vector.axis, keepdim=True), shift
+            axis = vector.axis if self._has_plans else SAMPLES
+            if axis not in self._kept:
+                self._kept[axis] = self._scratch.take()
+            out = self._kept[axis]
+        if logits.shared is not None:
+            weights, top = self._shared_weights(logits.shared, vector)
+            y = torch.mul(logits.shared.exponentials, weights, out=out)
+            return y, y.sum(vector.axis, keepdim=True), top
         exponents, masked = self._exponents(logits, vector), None
         if vector.axis == SAMPLES:
-            values = vector.value.masked_fill(self._masked, -torch.inf) if self._any_masked else vector.value
+            values = self._fill(vector.value, -torch.inf)
             largest = values.amax(SAMPLES, keepdim=True)
-            if self._any_masked and self._peak is not None:
+            if self._peak is not None and self._masked is not None:
                 masked = self._masked
-                values = values.masked_fill(masked, 0.0) if exponents.summable else values
+                values = self._fill(values, 0.0) if exponents.summable else values
             # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
             # vectorise a second constant.
-            factor = scale.value.expand(1, self._x.shape[1], 1).contiguous()
-            y = torch.addcmul(values - largest, self._x, factor, out=out)
+            scale = logits.scale
+            if scale.along is None:
+                scale.along = scale.value.expand(1, self._x.shape[1], 1).contiguous()
+            y = torch.addcmul(values - largest, self._x, scale.along, out=out)
         else:
             largest = vector.value.amax(FEATURES, keepdim=True)
-            y = torch.addcmul(vector.value - largest, self._x, scale.value, out=out)
-        if matrix is not None:
-            y = torch.add(y, matrix.value, out=self._scratch.over(y))
-        y, total, top = exponentials(y, vector.axis, self._scratch, exponents, masked)
-        return y, total, largest if top is None else largest + top
+            y = torch.addcmul(vector.value - largest, self._x, logits.scale.value, out=out)
+        y = self._add_terms(y, logits)
+        return exponentials(y, vector.axis, self._scratch, exponents, masked)
+
+    def _add_terms(self, y: Tensor, logits: Logits) -> Tensor:
+        """y + Σ factor · matrix, over y."""
+        for factor, matrix in logits.terms:
+            if matrix.axis == MIXING:
+                assert self._structure is not None
+                y = self._structure.act(y, matrix.value)
+            elif isinstance(factor, Coefficient):
+                y = torch.addcmul(y, matrix.value, factor.value, out=self._scratch.over(y))
+            else:
+                y = torch.add(y, matrix.value, alpha=factor, out=self._scratch.over(y))
+        return y
+
+    def _spread_within(self, limit: float) -> bool:
+        """Whether the entries of X lie no further apart; read only where what is known does not tell."""
+        if not self._spread < limit and not self._spread_was_read:
+            self._spread, self._spread_was_read = -float(self._x.amin()), True
+        return self._spread < limit
+
+    def _reach(self, logits: Logits) -> float:
+        """A bound on how far a log-sum-exp of these logits and any vector varies along the other axis."""
+        return abs(logits.scale.number) * self._spread + 2 * _push(logits)
 
     def _exponents(self, logits: Logits, vector: Variable) -> Exponents:
-        """What is known of the exponents of a sweep.
+        """What is known of the exponents of a sweep; read only where bounds do not tell."""
+        if self._peak is None:
+            return Exponents(False, True)
+        exponents = self._bounded(logits, vector)
+        if exponents.may_underflow:
+            self._spread_within(-math.inf)
+            vector.reach = float(vector.value.amax() - vector.value.amin())
+            for _, matrix in logits.terms:
+                if matrix.axis == BOTH:
+                    matrix.reach = float(torch.stack(matrix.value.mT.aminmax()).abs().amax())
+            exponents = self._bounded(logits, vector)
+        return exponents
+
+    def _bounded(self, logits: Logits, vector: Variable) -> Exponents:
+        """What bounds say of the exponents of a sweep.
 
         A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
         vector's spread of zero; along the features, where the vector has its maximum. A scale below zero, which the
-        coupled ADMM may have, turns that round: then they reach as far above zero. So does a matrix.
+        coupled ADMM may have, turns that round: then they reach as far above zero. So do matrices.
         """
-        scale, matrix = logits
-        if self._peak is None:
-            return Exponents(False, True)
-        limit = exponent_limit(self._x.dtype)
-        if matrix is not None:
-            limit -= 2 * float(torch.stack(matrix.value.mT.aminmax()).abs().amax())
-        number, of_vector = float(scale.value), float(vector.value.amax() - vector.value.amin())
+        limit, number = exponent_limit(self._x.dtype) - 2 * _push(logits), logits.scale.number
         of_x = abs(number) * self._spread
-        may_underflow = of_x + of_vector >= limit
-        if number < 0 or (matrix is not None and may_underflow):
+        may_underflow = not of_x + vector.reach < limit
+        if number < 0 or (logits.terms and may_underflow):
             return Exponents(not may_underflow, may_underflow)
-        below = of_x if vector.axis == FEATURES else of_vector
+        below = of_x if vector.axis == FEATURES else vector.reach
         return Exponents(below < (limit / 2 if may_underflow else limit), may_underflow)
 
+    def _end_sweep(self, sweep: _Sweep) -> None:
+        self._sweep_back(sweep)
+        if not sweep.in_stack:
+            self._free.append(sweep.exponentials)
+
     def _sweep_back(self, sweep: _Sweep) -> None:
-        """On from a sweep."""
-        if sweep.grad is not None:
-            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True))
-            self._logits_back(sweep.grad, sweep.logits)
+        """On from a sweep to what it is made of."""
+        if sweep.grad is None:
+            sweep.exponentials.zero_()  # as a row of the stack
+            return
+        if sweep.vector.wanted:
+            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True), own=True)
+        self._logits_back(sweep.grad, sweep.logits, in_stack=sweep.in_stack)
 
-    def _logits_back(self, grad: Tensor, logits: Logits) -> None:
-        """On from logits, whose gradient this is, to what they are made of."""
-        scale, matrix = logits
-        if self._dx is not None and self._dx_is_blank:
-            torch.mul(grad, scale.value, out=self._dx)
-            self._dx_is_blank = False
-        elif self._dx is not None:
-            self._dx.addcmul_(grad, scale.value)
-        self._add_slope(scale, lambda: _inner(grad, self._x))
-        if matrix is not None:
-            self._add_grad(matrix, grad, 1.0)
+    def _logits_back(self, grad: Tensor, logits: Logits, *, in_stack: bool) -> None:
+        """On from logits, whose gradient this is, to what they are made of; that of a stack to X is left for later."""
+        scale = logits.scale
+        if not in_stack:
+            if self._dx is not None and self._dx_is_blank:
+                torch.mul(grad, scale.value, out=self._dx)
+                self._dx_is_blank = False
+            elif self._dx is not None:
+                self._dx.addcmul_(grad, scale.value)
+            self._add_slope(scale, grad, self._x)
+        for factor, matrix in logits.terms:
+            if matrix.axis == MIXING:
+                assert self._structure is not None
+                matrix.grad = self._structure.act_back(grad, matrix.value, matrix.grad)
+            else:
+                self._add_grad(matrix, grad, factor)
+                if isinstance(factor, Coefficient):
+                    self._add_slope(factor, grad, matrix.value)
 
-    def _add_grad(self, variable: Variable, grad: Tensor, factor: Tensor | float) -> None:
+    def _add_grad(self, variable: Variable, grad: Tensor, factor: Factor) -> None:
         if variable.grad is None and variable.axis == BOTH:
-            variable.grad = torch.mul(grad, factor, out=self._free_buffer())
+            variable.grad = torch.mul(grad, _value(factor), out=self._free_buffer())
         else:
-            variable.add_grad(grad, factor)
+            variable.add_grad(grad, _value(factor))
 
     def _free_buffer(self) -> Tensor:
         """(b, D, N) memory for a gradient; who has one gives it back to `_free`."""
@@ -516,18 +736,36 @@ class Tape:
             assert spare is not None
             torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=spare.mT)
             spare.mul_(shared.exponentials)
-            self._logits_back(spare, logits)
+            self._logits_back(spare, logits, in_stack=False)
 
-    def _add_slope(self, factor: Coefficient, slope: Callable[[], Tensor]) -> None:
-        assert self._slopes is not None
-        if self._slopes.wanted:
-            self._slopes.add((factor.kind, factor.module), slope())
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a · b over everything; without copies where both lie in memory like a plan."""
-    return torch.dot(a.mT.reshape(-1), b.mT.reshape(-1))
+    def _add_slope(self, factor: Coefficient, a: Tensor, b: Tensor) -> None:
+        """Add the sum of a · b to a coefficient's gradient; without copies where both lie in memory like a plan."""
+        if self._wants_slopes:
+            factor.slopes.append(torch.dot(a.mT.reshape(-1), b.mT.reshape(-1)))
 
 
-def _number(factor: Coefficient | float) -> Tensor | float:
+def _note_reads(terms: Terms) -> None:
+    """Mark the values that the way back reads."""
+    for factor, source in terms:
+        if isinstance(factor, Coefficient) and isinstance(source, Variable):
+            source.read_again = True
+
+
+def _push(logits: Logits) -> float:
+    """A bound on the size of what matrices add to logits."""
+    return sum(abs(_number(factor)) * matrix.reach for factor, matrix in logits.terms)
+
+
+def _product(factor: Factor, source: Variable | Plan) -> tuple[Tensor, Any]:
+    """Two factors of factor · source."""
+    if isinstance(source, Plan):
+        return source.exponentials, source.weight * _value(factor)
+    return source.value, _value(factor)
+
+
+def _value(factor: Factor) -> Tensor | float:
     return factor.value if isinstance(factor, Coefficient) else factor
+
+
+def _number(factor: Factor) -> float:
+    return factor.number if isinstance(factor, Coefficient) else factor

@@ -1,6 +1,8 @@
 """The backend 'triton': kernels for GPUs, in float32. Their files import triton, this one imports them at first use."""
 
 import os
+from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.solver import Implementation, Solver, Windows, register_backend
+from rotp_vision.core.triton import check
 from rotp_vision.core.weights import StepWeights
 
 MAX_SAMPLES = 256  # a tile holds all samples of a set
@@ -37,29 +40,73 @@ def _lacks(features: Tensor) -> str | None:
     return None
 
 
-def _pool(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
+def _takes_windows(maps: Tensor, windows: Windows) -> bool:
+    return max(windows.kernel_h, windows.kernel_w) <= MAX_KERNEL and maps.shape[1] <= MAX_CHANNELS
+
+
+def _pool(problem: ROTProblem, weights: StepWeights, solver: Solver, gain: Tensor | None) -> Tensor:
     from rotp_vision.core.triton import badmm, sinkhorn
 
     features, log_p0, log_q0, mask, view = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), -torch.inf)
     log_p0, log_q0 = (prior.expand(features.shape[0], -1) for prior in (log_p0, log_q0))
-    # Kernels widen what they read: features that the plan sees as they are need no copy.
-    averaged, x = (None, features) if view == 'identity' else (features, problem.seen())
     if solver.name == 'sinkhorn':
-        return sinkhorn.sinkhorn_pool(averaged, x, log_p0, log_q0, weights, solver.num_inner)
-    return badmm.badmm_pool(averaged, x, log_p0, log_q0, weights, solver.name == 'badmm-q')
+        return sinkhorn.sinkhorn_pool(features, log_p0, log_q0, weights, gain, view, solver.num_inner)
+    return badmm.badmm_pool(features, log_p0, log_q0, weights, gain, view, solver.name == 'badmm-q')
 
 
-def _pool_windows(maps: Tensor, weights: StepWeights, solver: Solver, windows: Windows, view: str) -> Tensor | None:
+def _pool_windows(
+    maps: Tensor, weights: StepWeights, solver: Solver, windows: Windows, view: str, gain: Tensor | None
+) -> Tensor | None:
     """Kept for backward besides the maps are some vectors of a window's size."""
-    if max(windows.kernel_h, windows.kernel_w) > MAX_KERNEL or maps.shape[1] > MAX_CHANNELS:
+    if not _takes_windows(maps, windows):
         return None
     from rotp_vision.core.triton import local_badmm, local_sinkhorn
 
     if solver.name == 'sinkhorn':
-        return local_sinkhorn.sinkhorn_pool_windows(maps, weights, windows, view, solver.num_inner)
-    return local_badmm.badmm_pool_windows(maps, weights, windows, view, solver.name == 'badmm-q')
+        return local_sinkhorn.sinkhorn_pool_windows(maps, weights, gain, windows, view, solver.num_inner)
+    return local_badmm.badmm_pool_windows(maps, weights, gain, windows, view, solver.name == 'badmm-q')
 
 
-register_backend('triton', Implementation(_refuses, _lacks, _pool, _pool_windows))
+def _softplus(betas: Sequence[Tensor], starts: Sequence[Tensor], checked: bool) -> tuple[Tensor, ...] | None:
+    """`scaled_softplus` in one launch; None in a trace, which shall see plain operations."""
+    if any(_lacks(beta) is not None for beta in betas) or check.is_traced(betas[0]):
+        return None
+    from rotp_vision.core.triton.coefficients import softplus
+
+    if checked:
+        configuration = check.Configuration('softplus', check.device_of(betas[0]), '', _dtypes(betas), '')
+        tile = tuple(beta.dim() for beta in betas)
+        if not check.trusted(configuration, tile, partial(check.softplus_results, softplus, betas, starts), betas[0]):
+            return None
+    return softplus(betas, starts)
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> str:
+    return ' '.join(str(tensor.dtype) for tensor in tensors)
+
+
+def _trusted(features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None) -> bool:
+    kind = 'sets' if windows is None else 'windows'
+    configuration = check.Configuration(kind, check.device_of(features), solver.name, str(features.dtype), view)
+    if check.is_traced(features):
+        fits = windows is None or _takes_windows(features, windows)
+        return fits and check.known(*configuration)
+    # What Triton makes variants of a kernel for: its constants, and strides of one.
+    unit_strides = tuple(stride == 1 for stride in features.stride()[1:])
+    if windows is None:
+        from rotp_vision.core.triton.tiles import tiles_of_set
+
+        tile, results = tiles_of_set(*features.shape[1:]), check.set_results
+    elif _takes_windows(features, windows):
+        from rotp_vision.core.triton.windows import tiles_of_windows
+
+        tile, results = tiles_of_windows(features.shape[1], windows), check.window_results
+    else:
+        return False
+    made = partial(results, features, weights, solver, view, windows)
+    return check.trusted(configuration, (*tile, *unit_strides), made, features)
+
+
+register_backend('triton', Implementation(_refuses, _lacks, _pool, _pool_windows, True, _trusted, _softplus))

@@ -2,6 +2,7 @@
 
 Forward is a launch per module. Launch k finishes c of module k-1 from the parts its predecessor left, replays Z (and M)
 of the modules before from X and the saved vectors r and c, does the P-step, which is local, and leaves its part of c.
+Tiles of Q, the softmax over samples, and of V, that over features, are plan_q and plan_v.
 Backward is a launch per module too, from the last to the first: launch k finishes the gradient dv of the v that module
 k+1 read, replays, and leaves its part of the next dv; the one for module 0 writes the gradients. Z cannot be run
 backwards, so it is replayed for each module: O(T²) exponentials per element and launch, but no memory.
@@ -15,23 +16,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.badmm import badmm_coefficients
+from rotp_vision.core.triton.coefficients import badmm_coefficients
 from rotp_vision.core.triton.tiles import (
+    KINDS,
     Launches,
+    average,
+    average_back,
     combine_lse,
     combine_sum,
     leave_lse,
     leave_sum,
     load_tile,
+    load_view,
     merge_lse,
     open_set,
     open_tile,
     register_sets,
-    shift_tile,
     store_slopes,
     store_tile,
     tile_lse,
     to_mass_one,
+    view_back,
 )
 from rotp_vision.core.weights import StepWeights
 
@@ -40,14 +45,14 @@ NOT_SPECIALIZED = ['num_modules', 'module', 'sub_tiles']
 
 
 @triton.jit
-def _load_c(columns, k, n, N):
+def _load_c(saved_c, k, n, N):
     """c of module k (BLOCK_N,) out of (T - 1, N); infinity beyond N, where V is zero. For k = -1, the start, zero."""
     beyond = tl.where(k >= 0, float('inf'), 0.0)
-    return tl.load(columns + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=beyond)
+    return tl.load(saved_c + k * N + n, mask=n < tl.where(k >= 0, N, 0), other=beyond)
 
 
 @triton.jit
-def _row_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules):
+def _q_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules):
     """Logits of Q in module k; c_before is c of the module before, zero for the first."""
     beta = tl.load(coefficients + k)
     rho = tl.load(coefficients + 2 * num_modules + k)
@@ -55,7 +60,7 @@ def _row_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules):
 
 
 @triton.jit
-def _column_logits(x, m, log_p0, r, coefficients, k, num_modules):
+def _v_logits(x, m, log_p0, r, coefficients, k, num_modules):
     """Logits of V in module k, -inf for features that do not exist."""
     beta = tl.load(coefficients + k)
     kappa = tl.load(coefficients + num_modules + k)
@@ -75,104 +80,102 @@ def _start(x, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexpr):
 @triton.jit
 def _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Q and V of module k from the vectors that forward saved, and M between them; z, m are before its P-step."""
-    row = tl.exp(_row_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules) - r[:, None])
+    plan_q = tl.exp(_q_logits(x, m, z, log_q0, c_before, coefficients, k, num_modules) - r[:, None])
     if QUADRATIC:
-        m -= tl.load(coefficients + 3 * num_modules + k) * p0[:, None] * row
-    column = tl.exp(_column_logits(x, m, log_p0, r, coefficients, k, num_modules) - c[None, :])
-    return row, column, m
+        m -= tl.load(coefficients + 3 * num_modules + k) * p0[:, None] * plan_q
+    plan_v = tl.exp(_v_logits(x, m, log_p0, r, coefficients, k, num_modules) - c[None, :])
+    return plan_q, plan_v, m
 
 
 @triton.jit
 def _replay(
-    x, log_p0, log_q0, p0, q0, rows, columns, c_last, stop, coefficients, num_modules, d, n, D, N,
+    x, log_p0, log_q0, p0, q0, saved_r, saved_c, c_last, stop, coefficients, num_modules, d, n, D, N,
     QUADRATIC: tl.constexpr,
 ):  # fmt: skip
     """Z and M before the P-step of module `stop`.
 
-    rows and columns point to r (T, D) and c (T - 1, N) of the set; c of module `stop` - 1 is c_last.
+    saved_r and saved_c point to r (T, D) and c (T - 1, N) of the set; c of module `stop` - 1 is c_last.
     """
     z, m = _start(x, p0, q0, coefficients, num_modules, QUADRATIC)
-    c_before = _load_c(columns, -1, n, N)
+    c_before = _load_c(saved_c, -1, n, N)
     for k in range(stop):
-        r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
-        c = tl.load(columns + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=float('inf'))
+        r = tl.load(saved_r + k * D + d, mask=d < D, other=float('inf'))
+        c = tl.load(saved_c + k * N + n, mask=n < tl.where(k < stop - 1, N, 0), other=float('inf'))
         c = tl.where(k == stop - 1, c_last, c)
-        row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
+        plan_q, plan_v, m = _module(
+            x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC
+        )
         rho = tl.load(coefficients + 2 * num_modules + k)
-        z += rho * (p0[:, None] * row - q0[None, :] * column)
+        z += rho * (p0[:, None] * plan_q - q0[None, :] * plan_v)
         if QUADRATIC:
-            m -= tl.load(coefficients + 3 * num_modules + k + 1) * q0[None, :] * column
+            m -= tl.load(coefficients + 3 * num_modules + k + 1) * q0[None, :] * plan_v
         c_before = c
     return z, m
 
 
 @triton.jit
 def _replay_module(
-    x, log_p0, log_q0, p0, q0, rows, columns, k, coefficients, num_modules, d, n, D, N, QUADRATIC: tl.constexpr
+    x, log_p0, log_q0, p0, q0, saved_r, saved_c, k, coefficients, num_modules, d, n, D, N, QUADRATIC: tl.constexpr
 ):  # fmt: skip
     """Z before module k, its Q and V, and its r, all from the vectors that forward saved."""
-    c_before = _load_c(columns, k - 1, n, N)
-    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
+    c_before = _load_c(saved_c, k - 1, n, N)
+    r = tl.load(saved_r + k * D + d, mask=d < D, other=float('inf'))
     z, m = _replay(
-        x, log_p0, log_q0, p0, q0, rows, columns, c_before, k, coefficients, num_modules, d, n, D, N, QUADRATIC
+        x, log_p0, log_q0, p0, q0, saved_r, saved_c, c_before, k, coefficients, num_modules, d, n, D, N, QUADRATIC
     )
-    c = _load_c(columns, k, n, N)
-    row, column, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
-    return z, to_mass_one(row), column, r
+    c = _load_c(saved_c, k, n, N)
+    plan_q, plan_v, m = _module(x, m, z, log_p0, log_q0, p0, r, c_before, c, coefficients, k, num_modules, QUADRATIC)
+    return z, to_mass_one(plan_q), plan_v, r
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def badmm_forward(
-    features, x_map, log_prior_d, log_prior_n, coefficients,
-    pooled, rows, columns, parts,
-    D, N, num_modules, module, sub_tiles,
-    features_strides, x_strides, prior_d_strides, prior_n_strides,
+    features, log_prior_d, log_prior_n, coefficients,
+    pooled, saved_r, saved_c, parts,
+    D, N, num_modules, module, sub_tiles, floor,
+    features_strides, prior_d_strides, prior_n_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-    LAST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
+    LAST: tl.constexpr, VIEW: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
     """Launch `module` of forward on the grid (B, tiles).
 
-    rows (B, T, D) gets r, columns (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, N) gets
-    this program's part of c; the LAST writes pooled (B, D) instead. SAME: the features are X.
+    saved_r (B, T, D) gets r, saved_c (B, T - 1, N) gets c of the module before, parts (T - 1, B, tiles, 2, N) gets
+    this program's part of c; the LAST writes pooled (B, D) instead.
     """
-    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
+    b, n, log_q0, num_samples = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     q0 = tl.exp(log_q0)
-    rows += b * num_modules * D
-    columns += b * (num_modules - 1) * N
+    saved_r += b * num_modules * D
+    saved_c += b * (num_modules - 1) * N
 
     c_before = log_q0
     if module > 0:
-        c_before = combine_lse(parts, module - 1, columns + (module - 1) * N, n, N, TILES)
+        c_before = combine_lse(parts, module - 1, saved_c + (module - 1) * N, n, N, TILES)
     else:
-        c_before = _load_c(columns, -1, n, N)
+        c_before = _load_c(saved_c, -1, n, N)
 
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x, peak = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
+        d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         p0 = tl.exp(log_p0)
         z, m = _replay(
-            x, log_p0, log_q0, p0, q0, rows, columns, c_before, module, coefficients, num_modules, d, n, D, N, QUADRATIC
-        )
-        y = _row_logits(x, m, z, log_q0, c_before, coefficients, module, num_modules)
-        row_top = tl.max(y, 1)
-        row = tl.exp(y - row_top[:, None])
-        row_total = tl.sum(row, 1)
-        r = row_top + tl.log(row_total)
-        tl.store(rows + module * D + d, r, mask=d < D)
+            x, log_p0, log_q0, p0, q0, saved_r, saved_c, c_before, module, coefficients, num_modules, d, n, D, N,
+            QUADRATIC,
+        )  # fmt: skip
+        y = _q_logits(x, m, z, log_q0, c_before, coefficients, module, num_modules)
+        q_top = tl.max(y, 1)
+        plan_q = tl.exp(y - q_top[:, None])
+        q_total = tl.sum(plan_q, 1)
+        r = q_top + tl.log(q_total)
+        tl.store(saved_r + module * D + d, r, mask=d < D)
         if LAST:
-            averaged = x
-            if not SAME:
-                averaged = load_tile(features, b, d, n, features_strides, exists)
-            f = tl.sum(row * averaged, 1) / row_total
-            if SAME:
-                f += peak
+            f = average(plan_q, q_total, x, peak, scale, raw, VIEW) * tl.load(coefficients + 4 * num_modules)
             tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
         else:
             if QUADRATIC:
-                m -= tl.load(coefficients + 3 * num_modules + module) * p0[:, None] * (row / row_total[:, None])
-            y = _column_logits(x, m, log_p0, r, coefficients, module, num_modules)
+                m -= tl.load(coefficients + 3 * num_modules + module) * p0[:, None] * (plan_q / q_total[:, None])
+            y = _v_logits(x, m, log_p0, r, coefficients, module, num_modules)
             tile_top, tile_total = tile_lse(y)
             top, total = merge_lse(top, total, tile_top, tile_total)
     if not LAST:
@@ -181,56 +184,53 @@ def badmm_forward(
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def badmm_backward(
-    grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
-    d_columns, parts, d_features, d_x, d_log_p0, slopes,
-    D, N, num_modules, module, sub_tiles,
-    grad_strides, features_strides, x_strides, prior_d_strides, prior_n_strides, d_features_strides, d_x_strides,
+    grad, features, log_prior_d, log_prior_n, coefficients, saved_r, saved_c,
+    d_c, parts, d_features, d_log_p0, slopes,
+    D, N, num_modules, module, sub_tiles, floor,
+    grad_strides, features_strides, prior_d_strides, prior_n_strides, d_features_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-    FIRST: tl.constexpr, SAME: tl.constexpr, QUADRATIC: tl.constexpr,
-    NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
+    FIRST: tl.constexpr, VIEW: tl.constexpr, NEED_FEATURES: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
     """Launch for `module` of backward, from T - 1 down to 0 (FIRST), on the grid (B, tiles).
 
     parts (T, B, tiles, N) gets this program's part of dv, the gradient of the v that this module read (of log q0
-    in module 0); d_columns (B, T, N) gets dv of the module after. FIRST writes the gradients, of the coefficients as
-    slopes (B, tiles, sub_tiles, 4, T), to be added up.
+    in module 0); d_c (B, T, N) gets dv of the module after. FIRST writes the gradients, of the coefficients as
+    slopes (B, tiles, sub_tiles, 4 T + 1), to be added up.
     """
-    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
+    b, n, log_q0, num_samples = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
     q0 = tl.exp(log_q0)
-    rows += b * num_modules * D
-    columns += b * (num_modules - 1) * N
-    d_columns += b * num_modules * N
+    saved_r += b * num_modules * D
+    saved_c += b * (num_modules - 1) * N
+    d_c += b * num_modules * N
     last = num_modules - 1
+    gain = tl.load(coefficients + 4 * num_modules)
 
     dv_after = q0
     if module < last:
-        dv_after = combine_sum(parts, module + 1, d_columns + (module + 1) * N, n, N, TILES)
+        dv_after = combine_sum(parts, module + 1, d_c + (module + 1) * N, n, N, TILES)
 
     dv_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x, _ = shift_tile(load_tile(x_map, b, d, n, x_strides, exists), exists, log_q0)
-        averaged = x
-        if not SAME:
-            averaged = load_tile(features, b, d, n, features_strides, exists)
+        d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
         p0 = tl.exp(log_p0)
-        slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 4 * num_modules
+        slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * (4 * num_modules + 1)
 
         # f = Σ_n features Q
-        c_before = _load_c(columns, last - 1, n, N)
+        c_before = _load_c(saved_c, last - 1, n, N)
         z, m = _replay(
-            x, log_p0, log_q0, p0, q0, rows, columns, c_before, last, coefficients, num_modules, d, n, D, N, QUADRATIC
-        )
-        r = tl.load(rows + last * D + d, mask=d < D, other=float('inf'))
-        row = tl.exp(_row_logits(x, m, z, log_q0, c_before, coefficients, last, num_modules) - r[:, None])
-        row = to_mass_one(row)
-        dx = row * g[:, None]
-        if FIRST and NEED_FEATURES:
-            store_tile(d_features, dx, b, d, n, d_features_strides, exists)
-        f = tl.sum(row * averaged, 1)
-        dy = dx * (averaged - f[:, None])
-        if not SAME:
+            x, log_p0, log_q0, p0, q0, saved_r, saved_c, c_before, last, coefficients, num_modules, d, n, D, N,
+            QUADRATIC,
+        )  # fmt: skip
+        r = tl.load(saved_r + last * D + d, mask=d < D, other=float('inf'))
+        plan_q = tl.exp(_q_logits(x, m, z, log_q0, c_before, coefficients, last, num_modules) - r[:, None])
+        plan_q = to_mass_one(plan_q)
+        if FIRST:
+            tl.store(slope + 4 * num_modules, tl.sum(g * average(plan_q, 1.0, x, peak, scale, raw, VIEW)))
+        dy, direct, g, moved = average_back(plan_q, g * gain, x, scale, raw, VIEW)
+        dx = direct
+        if VIEW == 'log':
             dx = x * 0.0
         dz = x * 0.0
         dm = dz
@@ -251,27 +251,27 @@ def badmm_backward(
                 dm += dy
             dx += beta * dy
             dz -= dy / rho
-            z, row, column, r = _replay_module(
-                x, log_p0, log_q0, p0, q0, rows, columns, j, coefficients, num_modules, d, n, D, N, QUADRATIC
+            z, plan_q, plan_v, r = _replay_module(
+                x, log_p0, log_q0, p0, q0, saved_r, saved_c, j, coefficients, num_modules, d, n, D, N, QUADRATIC
             )
             if FIRST:
                 rho_before = tl.load(coefficients + 2 * num_modules + j)
-                z += rho_before * (p0[:, None] * row - q0[None, :] * column)
+                z += rho_before * (p0[:, None] * plan_q - q0[None, :] * plan_v)
                 d_beta += tl.sum(dy * x)
                 d_rho += tl.sum(dy * z) / (rho * rho)
-                d_rough -= tl.sum(q0[None, :] * dm * column)
+                d_rough -= tl.sum(q0[None, :] * dm * plan_v)
                 store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
 
             # S = q0 V of the module before: read by its Z and by this module's M.
             beta = tl.load(coefficients + j)
             kappa = tl.load(coefficients + num_modules + j)
             rho = tl.load(coefficients + 2 * num_modules + j)
-            dv = tl.load(d_columns + k * N + n, mask=n < tl.where(k > module + 1, N, 0), other=0.0)
+            dv = tl.load(d_c + k * N + n, mask=n < tl.where(k > module + 1, N, 0), other=0.0)
             dv = tl.where(k == module + 1, dv_after, dv)
             ds = rho * dz
             if QUADRATIC:
                 ds += rough * dm
-            dt = column * (-q0[None, :] * ds - dv[None, :])
+            dt = plan_v * (-q0[None, :] * ds - dv[None, :])
             # dt is the gradient of the logits of V.
             du = tl.sum(dt, 1)
             dx += (kappa * beta) * dt
@@ -279,7 +279,7 @@ def badmm_backward(
                 along = tl.sum(dt * x)
                 d_beta = kappa * along
                 d_kappa = beta * along + tl.sum(du * tl.where(d < D, log_p0 - r, 0.0))
-                d_rho = tl.sum(dz * (p0[:, None] * row - q0[None, :] * column))
+                d_rho = tl.sum(dz * (p0[:, None] * plan_q - q0[None, :] * plan_v))
 
             # P = p0 Q of the module before: read by its Z and by its M.
             dp = rho * dz
@@ -287,12 +287,12 @@ def badmm_backward(
                 dm += dt
                 dp -= tl.load(coefficients + 3 * num_modules + j) * dm
                 if FIRST:
-                    d_rough = -tl.sum(p0[:, None] * dm * row)
+                    d_rough = -tl.sum(p0[:, None] * dm * plan_q)
             dp *= p0[:, None]
-            du = kappa * du + tl.sum(row * dp, 1)
+            du = kappa * du + tl.sum(plan_q * dp, 1)
             d_p0 += du
-            # In this order a row with all its mass in one entry has no gradient, to the last bit.
-            dy = row * (dp - du[:, None])
+            # In this order a feature with all its mass in one entry has no gradient, to the last bit.
+            dy = plan_q * (dp - du[:, None])
 
         dv = tl.sum(dy, 0)
         if QUADRATIC:
@@ -309,24 +309,28 @@ def badmm_backward(
                 d_rough -= tl.sum(dm)
             store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, 0, num_modules)
             tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
-            if NEED_X:
-                store_tile(d_x, dx, b, d, n, d_x_strides, exists)
+            if NEED_FEATURES:
+                if VIEW == 'log':
+                    # Read again, for it need not be held all the way.
+                    raw = load_tile(features, b, d, n, features_strides, D, log_q0)
+                dx = view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW)
+                store_tile(d_features, dx, b, d, n, d_features_strides, D, N, log_q0)
         else:
             j = module - 1
             dz -= dy / tl.load(coefficients + 2 * num_modules + module)
             ds = tl.load(coefficients + 2 * num_modules + j) * dz
             if QUADRATIC:
                 ds += tl.load(coefficients + 3 * num_modules + module) * dm
-            _, _, column, _ = _replay_module(
-                x, log_p0, log_q0, p0, q0, rows, columns, j, coefficients, num_modules, d, n, D, N, QUADRATIC
+            _, _, plan_v, _ = _replay_module(
+                x, log_p0, log_q0, p0, q0, saved_r, saved_c, j, coefficients, num_modules, d, n, D, N, QUADRATIC
             )
-            dv -= q0 * tl.sum(column * ds, 0)
+            dv -= q0 * tl.sum(plan_v * ds, 0)
         dv_part += dv
     leave_sum(parts, module, dv_part, n, N)
 
 
 def _launches(coefficients: Tensor, quadratic: bool) -> Launches:
-    num_modules = coefficients.shape[1]
+    num_modules = len(coefficients) // KINDS
     return Launches(badmm_forward, badmm_backward, num_modules, num_modules, {'QUADRATIC': quadratic})
 
 
@@ -334,8 +338,14 @@ register_sets('badmm_pool', _launches, ', bool quadratic')
 
 
 def badmm_pool(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, quadratic: bool
+    features: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    weights: StepWeights,
+    gain: Tensor | None,
+    view: str,
+    quadratic: bool,
 ) -> Tensor:
-    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
-    coefficients = badmm_coefficients(weights, quadratic).float()
-    return torch.ops.rotp_vision.triton_badmm_pool(features, x, log_p0, log_q0, coefficients, quadratic)[0]
+    """(B, D) pooled features of (B, D, N), times the gain; see `launch_forward`."""
+    coefficients = badmm_coefficients(weights, gain, quadratic)
+    return torch.ops.rotp_vision.triton_badmm_pool(features, log_p0, log_q0, coefficients, view, quadratic)[0]

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.badmm import badmm_coefficients
-from rotp_vision.core.problem import VIEW_FLOOR
 from rotp_vision.core.solver import Windows
-from rotp_vision.core.triton.tiles import Launches, store_slopes
+from rotp_vision.core.triton.coefficients import badmm_coefficients
+from rotp_vision.core.triton.tiles import KINDS, Launches, store_slopes
 from rotp_vision.core.triton.windows import (
     add_taps,
     dot_taps,
@@ -52,7 +51,7 @@ def _start(xs, inside, p0, q0, coefficients, num_modules, QUADRATIC: tl.constexp
 
 
 @triton.jit
-def _row_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+def _q_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Q and r of module k."""
     beta, rho = tl.load(coefficients + k), tl.load(coefficients + 2 * num_modules + k)
     ys = ()
@@ -84,7 +83,7 @@ def _rough(coefficients, k, num_modules, QUADRATIC: tl.constexpr):
 
 
 @triton.jit
-def _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+def _v_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Logits of V in module k."""
     beta, kappa = tl.load(coefficients + k), tl.load(coefficients + num_modules + k)
     taps = ()
@@ -99,23 +98,23 @@ def _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC: tl.conste
 @triton.jit
 def _replay_module(xs, ms, zs, cs_before, cs, has_c, p0, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Q, V and r of module k, and M between them; zs, ms are before its P-step."""
-    rows, r = _row_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC)
-    ms = _push(ms, rows, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
-    logits = _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
-    columns = ()
+    plan_q, r = _q_step(xs, ms, zs, cs_before, coefficients, k, num_modules, QUADRATIC)
+    ms = _push(ms, plan_q, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
+    logits = _v_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
+    plan_v = ()
     for n in tl.static_range(len(xs)):
-        columns += (tl.where(has_c[None, :], tl.exp(logits[n] - cs[n][:, None]), 0.0),)
-    return rows, columns, r, ms
+        plan_v += (tl.where(has_c[None, :], tl.exp(logits[n] - cs[n][:, None]), 0.0),)
+    return plan_q, plan_v, r, ms
 
 
 @triton.jit
-def _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
+def _finish(ms, zs, plan_q, plan_v, p0, q0, coefficients, k, num_modules, QUADRATIC: tl.constexpr):
     """Z after module k, and M before the P-step of the next."""
     rho = tl.load(coefficients + 2 * num_modules + k)
     taps = ()
     for n in tl.static_range(len(zs)):
-        taps += (zs[n] + rho * (p0 * rows[n] - q0 * columns[n]),)
-    return taps, _push(ms, columns, _rough(coefficients, k + 1, num_modules, QUADRATIC) * q0, QUADRATIC)
+        taps += (zs[n] + rho * (p0 * plan_q[n] - q0 * plan_v[n]),)
+    return taps, _push(ms, plan_v, _rough(coefficients, k + 1, num_modules, QUADRATIC) * q0, QUADRATIC)
 
 
 @triton.jit
@@ -125,10 +124,10 @@ def _replay(xs, saved, stop, has_c, inside, p0, q0, coefficients, num_modules, Q
     cs_before = load_saved(saved, -1, inside)
     for k in range(stop):
         cs = load_saved(saved, k, inside)
-        rows, columns, _, ms = _replay_module(
+        plan_q, plan_v, _, ms = _replay_module(
             xs, ms, zs, cs_before, cs, has_c, p0, coefficients, k, num_modules, QUADRATIC
         )
-        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC)
+        zs, ms = _finish(ms, zs, plan_q, plan_v, p0, q0, coefficients, k, num_modules, QUADRATIC)
         cs_before = cs
     return zs, ms, cs_before
 
@@ -138,20 +137,20 @@ def _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, Q
     """Q of the last module."""
     last = num_modules - 1
     zs, ms, cs = _replay(xs, saved, last, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
-    rows, _ = _row_step(xs, ms, zs, cs, coefficients, last, num_modules, QUADRATIC)
-    return rows
+    plan_q, _ = _q_step(xs, ms, zs, cs, coefficients, last, num_modules, QUADRATIC)
+    return plan_q
 
 
-@triton.jit(do_not_specialize=['num_modules'])
+@triton.jit(do_not_specialize=['num_modules', 'blocks'])
 def local_badmm_forward(
     x_map, coefficients, pooled, saved,
-    num_modules, geometry, floor, x_strides, pooled_strides,
+    num_modules, blocks, geometry, floor, x_strides, pooled_strides,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
-    """Pooled (B, C, H', W'), and c into saved (B, H' W', T - 1, taps), on the grid (blocks of windows, B)."""
+    """Pooled (B, C, H', W'), and c into saved (B, H' W', T - 1, taps), on the grid (B · blocks of windows,)."""
     place, index, has_c, inside, count, raw, xs = open_windows(
-        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+        x_map, x_strides, blocks, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
     )
     p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
     saved += index * ((num_modules - 1) * (KH * KW))
@@ -159,40 +158,43 @@ def local_badmm_forward(
     zs, ms = _start(xs, inside, p0, q0, coefficients, num_modules, QUADRATIC)
     cs = load_saved(saved, -1, inside)
     for k in range(num_modules - 1):
-        rows, r = _row_step(xs, ms, zs, cs, coefficients, k, num_modules, QUADRATIC)
-        ms = _push(ms, rows, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
-        logits = _column_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
-        columns = ()
+        plan_q, r = _q_step(xs, ms, zs, cs, coefficients, k, num_modules, QUADRATIC)
+        ms = _push(ms, plan_q, _rough(coefficients, k, num_modules, QUADRATIC) * p0, QUADRATIC)
+        logits = _v_logits(xs, ms, r, coefficients, k, num_modules, QUADRATIC)
+        plan_v = ()
         cs = ()
         for n in tl.static_range(KH * KW):
-            column, c = softmax_channels(logits[n], has_c)
+            plan, c = softmax_channels(logits[n], has_c)
             tl.store(saved + (k * (KH * KW) + n), c, mask=place[3])
-            columns += (tl.where(inside[n][:, None], column, 0.0),)
+            plan_v += (tl.where(inside[n][:, None], plan, 0.0),)
             cs += (tl.where(inside[n], c, float('inf')),)
-        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, k, num_modules, QUADRATIC)
-    rows, _ = _row_step(xs, ms, zs, cs, coefficients, num_modules - 1, num_modules, QUADRATIC)
+        zs, ms = _finish(ms, zs, plan_q, plan_v, p0, q0, coefficients, k, num_modules, QUADRATIC)
+    plan_q, _ = _q_step(xs, ms, zs, cs, coefficients, num_modules - 1, num_modules, QUADRATIC)
     raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
-    store_pooled(pooled, dot_taps(rows, raw), pooled_strides, place, CHANNELS_LAST)
+    gain = tl.load(coefficients + 4 * num_modules)
+    store_pooled(pooled, gain * dot_taps(plan_q, raw), pooled_strides, place, CHANNELS_LAST)
 
 
-@triton.jit(do_not_specialize=['num_modules'])
+@triton.jit(do_not_specialize=['num_modules', 'blocks'])
 def local_badmm_backward(
     grad, x_map, coefficients, saved, d_windows, slopes,
-    num_modules, geometry, floor, grad_strides, x_strides, spacing,
+    num_modules, blocks, geometry, floor, grad_strides, x_strides, spacing,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr, QUADRATIC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, T), to be added up."""
+    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4 T + 1), to be added up."""
     place, index, has_c, inside, count, raw, xs = open_windows(
-        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+        x_map, x_strides, blocks, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
     )
     p0, q0 = 1.0 / geometry[0], 1.0 / count[:, None]
     saved += index * ((num_modules - 1) * (KH * KW))
-    slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4 * num_modules
+    slopes += tl.program_id(0).to(tl.int64) * (4 * num_modules + 1)
     last = num_modules - 1
 
     weights = _last_weights(xs, saved, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
-    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), weights, raw)
+    g = load_pooled(grad, grad_strides, place, CHANNELS_LAST)
+    tl.store(slopes + 4 * num_modules, tl.sum(g * dot_taps(weights, raw)))
+    d_raw, dys = pool_back(g * tl.load(coefficients + 4 * num_modules), weights, raw)
     dxs = view_start(d_raw, VIEW)
     dzs = zero_taps(xs)
     dms = ()
@@ -210,15 +212,15 @@ def local_badmm_backward(
         rough = _rough(coefficients, k, num_modules, QUADRATIC)
         zs, ms, cs_before = _replay(xs, saved, j, has_c, inside, p0, q0, coefficients, num_modules, QUADRATIC)
         cs = load_saved(saved, j, inside)
-        rows, columns, r, ms = _replay_module(
+        plan_q, plan_v, r, ms = _replay_module(
             xs, ms, zs, cs_before, cs, has_c, p0, coefficients, j, num_modules, QUADRATIC
         )
-        zs, ms = _finish(ms, zs, rows, columns, p0, q0, coefficients, j, num_modules, QUADRATIC)
+        zs, ms = _finish(ms, zs, plan_q, plan_v, p0, q0, coefficients, j, num_modules, QUADRATIC)
         dxs = add_taps(dxs, dys, beta)
         dzs = add_taps(dzs, dys, -1.0 / rho)
         if QUADRATIC:
             dms = add_taps(dms, dys, 1.0)
-            d_rough -= tl.sum(q0 * dot_taps(dms, columns))
+            d_rough -= tl.sum(q0 * dot_taps(dms, plan_v))
         d_beta += tl.sum(dot_taps(dys, xs))
         d_rho += tl.sum(dot_taps(dys, zs)) / (rho * rho)
         store_slopes(slopes, d_beta, d_kappa, d_rho, d_rough, k, num_modules)
@@ -226,15 +228,15 @@ def local_badmm_backward(
         # S = q0 V of the module before: read by its Z and by this module's M.
         beta, kappa = tl.load(coefficients + j), tl.load(coefficients + num_modules + j)
         rho = tl.load(coefficients + 2 * num_modules + j)
-        d_rho = tl.sum(p0 * dot_taps(dzs, rows) - q0 * dot_taps(dzs, columns))
+        d_rho = tl.sum(p0 * dot_taps(dzs, plan_q) - q0 * dot_taps(dzs, plan_v))
         dts = ()
         for n in tl.static_range(KH * KW):
             ds = rho * dzs[n]
             if QUADRATIC:
                 ds += rough * dms[n]
-            ds = q0 * columns[n] * ds
+            ds = q0 * plan_v[n] * ds
             dv = tl.sum(dys[n] - ds, 1)
-            dts += (-ds - columns[n] * dv[:, None],)
+            dts += (-ds - plan_v[n] * dv[:, None],)
         # dts is the gradient of the logits of V.
         dxs = add_taps(dxs, dts, kappa * beta)
         du = dts[0]
@@ -249,17 +251,17 @@ def local_badmm_backward(
         rough = _rough(coefficients, j, num_modules, QUADRATIC)
         if QUADRATIC:
             dms = add_taps(dms, dts, 1.0)
-            d_rough = -p0 * tl.sum(dot_taps(dms, rows))
+            d_rough = -p0 * tl.sum(dot_taps(dms, plan_q))
         dps = ()
         for n in tl.static_range(KH * KW):
             dp = rho * dzs[n]
             if QUADRATIC:
                 dp -= rough * dms[n]
             dps += (p0 * dp,)
-        du += dot_taps(rows, dps)
+        du += dot_taps(plan_q, dps)
         dys = ()
         for n in tl.static_range(KH * KW):
-            dys += (rows[n] * (dps[n] - du),)
+            dys += (plan_q[n] * (dps[n] - du),)
 
     d_beta += tl.sum(dot_taps(dys, xs))
     if QUADRATIC:
@@ -277,15 +279,16 @@ def local_badmm_backward(
 
 
 def _launches(coefficients: Tensor, quadratic: bool) -> Launches:
-    num_modules = coefficients.shape[1]
+    num_modules = len(coefficients) // KINDS
     return Launches(local_badmm_forward, local_badmm_backward, num_modules, num_modules, {'QUADRATIC': quadratic})
 
 
 register_windows('badmm_pool', _launches, ', bool quadratic')
 
 
-def badmm_pool_windows(maps: Tensor, weights: StepWeights, windows: Windows, view: str, quadratic: bool) -> Tensor:
+def badmm_pool_windows(
+    maps: Tensor, weights: StepWeights, gain: Tensor | None, windows: Windows, view: str, quadratic: bool
+) -> Tensor:
     """(B, C, H', W') every window of `maps` (B, C, H, W) pooled, see `rot_pool_windows`."""
-    coefficients = badmm_coefficients(weights, quadratic).float()
-    pool = torch.ops.rotp_vision.triton_local_badmm_pool
-    return pool(maps, coefficients, list(windows), view, VIEW_FLOOR, quadratic)[0]
+    coefficients = badmm_coefficients(weights, gain, quadratic)
+    return torch.ops.rotp_vision.triton_local_badmm_pool(maps, coefficients, list(windows), view, quadratic)[0]

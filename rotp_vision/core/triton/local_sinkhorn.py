@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.sinkhorn import sinkhorn_coefficients
-from rotp_vision.core.problem import VIEW_FLOOR
 from rotp_vision.core.solver import Windows
+from rotp_vision.core.triton.coefficients import sinkhorn_coefficients
 from rotp_vision.core.triton.tiles import Launches, store_slopes
 from rotp_vision.core.triton.windows import (
     add_taps,
@@ -45,16 +44,16 @@ def _sample_step(xs, ls_before, inside, scale, rate_b):
     return softmax_taps(ys)
 
 
-@triton.jit(do_not_specialize=['num_steps'])
+@triton.jit(do_not_specialize=['num_steps', 'blocks'])
 def local_sinkhorn_forward(
     x_map, coefficients, pooled, saved,
-    num_steps, geometry, floor, x_strides, pooled_strides,
+    num_steps, blocks, geometry, floor, x_strides, pooled_strides,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Pooled (B, C, H', W'), and l into saved (B, H' W', K, taps), on the grid (blocks of windows, B)."""
+    """Pooled (B, C, H', W'), and l into saved (B, H' W', K, taps), on the grid (B · blocks of windows,)."""
     place, index, has_c, inside, _count, raw, xs = open_windows(
-        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+        x_map, x_strides, blocks, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
     )
     saved += index * (num_steps * (KH * KW))
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
@@ -69,26 +68,29 @@ def local_sinkhorn_forward(
             ls += (tl.where(inside[n], lse, float('inf')),)
     weights, _ = _sample_step(xs, ls, inside, scale, rate_b)
     raw = read_again(raw, x_map, x_strides, place, inside, geometry, KH, KW, VIEW, CHANNELS_LAST)
-    store_pooled(pooled, dot_taps(weights, raw), pooled_strides, place, CHANNELS_LAST)
+    store_pooled(pooled, tl.load(coefficients + 4) * dot_taps(weights, raw), pooled_strides, place, CHANNELS_LAST)
 
 
-@triton.jit(do_not_specialize=['num_steps'])
+@triton.jit(do_not_specialize=['num_steps', 'blocks'])
 def local_sinkhorn_backward(
     grad, x_map, coefficients, saved, d_windows, slopes,
-    num_steps, geometry, floor, grad_strides, x_strides, spacing,
+    num_steps, blocks, geometry, floor, grad_strides, x_strides, spacing,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr, NEED_X: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 4, 1), to be added up."""
+    """Gradients of the windows, and of the coefficients as slopes (B, blocks, 5), to be added up."""
     place, index, has_c, inside, count, raw, xs = open_windows(
-        x_map, x_strides, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
+        x_map, x_strides, blocks, geometry, floor, KH, KW, BLOCK_W, BLOCK_C, VIEW, CHANNELS_LAST
     )
     saved += index * (num_steps * (KH * KW))
     scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
 
     ls = load_saved(saved, num_steps - 1, inside)
     pooling, _ = _sample_step(xs, ls, inside, scale, rate_b)
-    d_raw, dys = pool_back(load_pooled(grad, grad_strides, place, CHANNELS_LAST), pooling, raw)
+    g = load_pooled(grad, grad_strides, place, CHANNELS_LAST)
+    slopes += tl.program_id(0).to(tl.int64) * 5
+    tl.store(slopes + 4, tl.sum(g * dot_taps(pooling, raw)))
+    d_raw, dys = pool_back(g * tl.load(coefficients + 4), pooling, raw)
     totals = dys  # gradient of s X
     d_rate_a = 0.0
     d_rate_b = 0.0
@@ -115,7 +117,6 @@ def local_sinkhorn_backward(
         totals = add_taps(add_taps(totals, dts, 1.0), dys, 1.0)
         ls = ls_before
 
-    slopes += (place[0] * tl.num_programs(0) + tl.program_id(0)) * 4
     store_slopes(slopes, tl.sum(dot_taps(totals, xs)), 0.0, d_rate_a, d_rate_b, 0, 1)
     if NEED_X:
         dxs = add_taps(view_start(d_raw, VIEW), totals, scale)
@@ -131,8 +132,9 @@ def _launches(coefficients: Tensor, num_inner: int) -> Launches:
 register_windows('sinkhorn_pool', _launches, ', int num_inner')
 
 
-def sinkhorn_pool_windows(maps: Tensor, weights: StepWeights, windows: Windows, view: str, num_inner: int) -> Tensor:
+def sinkhorn_pool_windows(
+    maps: Tensor, weights: StepWeights, gain: Tensor | None, windows: Windows, view: str, num_inner: int
+) -> Tensor:
     """(B, C, H', W') every window of `maps` (B, C, H, W) pooled, see `rot_pool_windows`."""
-    coefficients = sinkhorn_coefficients(weights)[:4].float()
-    pool = torch.ops.rotp_vision.triton_local_sinkhorn_pool
-    return pool(maps, coefficients, list(windows), view, VIEW_FLOOR, num_inner)[0]
+    coefficients = sinkhorn_coefficients(weights, gain)
+    return torch.ops.rotp_vision.triton_local_sinkhorn_pool(maps, coefficients, list(windows), view, num_inner)[0]

@@ -5,10 +5,12 @@ With G = s X, `a` the duals of the features and `b` those of the samples (b = 0 
     r = LSE_n(G + b)        a = rate_a (log p0 - r)
     l = LSE_d(G + a)        b = rate_b (log q0 - l)
 
-and the pooling has the weights softmax_n(G + b). All state is vectors. Forward is K + 1 launches: launch k finishes l
-of the step before from the parts its predecessor left, does r (local), and leaves its part of l; the last pools.
-Backward is K + 1 launches as well: those for b of the steps K … 1 leave their part of its gradient, and the last one,
-which knows all those gradients, writes what backward is for.
+and the pooling has the weights softmax_n(G + b). Kernels see X less the peak of every feature, so that nothing large
+enters an exponent: r is then less by s · peak, and a, for G of the shifted X, more by s (1 - rate_a) · peak, which is
+lift · peak with lift = 1 / (α1 + α2). All state is vectors. Forward is K + 1 launches: launch k finishes l of the step
+before from the parts its predecessor left, does r (local), and leaves its part of l; the last pools. Backward is K + 1
+launches as well: those for b of the steps K … 1 leave their part of its gradient, and the last one, which knows all
+those gradients, writes what backward is for.
 """
 
 # Kernels are not Python to a type checker.
@@ -19,14 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.sinkhorn import sinkhorn_coefficients
+from rotp_vision.core.triton.coefficients import sinkhorn_coefficients
 from rotp_vision.core.triton.tiles import (
     Launches,
+    average,
+    average_back,
     combine_lse,
     combine_sum,
     leave_lse,
     leave_sum,
     load_tile,
+    load_view,
     merge_lse,
     open_set,
     open_tile,
@@ -35,6 +40,7 @@ from rotp_vision.core.triton.tiles import (
     store_tile,
     tile_lse,
     to_mass_one,
+    view_back,
 )
 from rotp_vision.core.weights import StepWeights
 
@@ -43,9 +49,9 @@ NOT_SPECIALIZED = ['num_steps', 'step', 'sub_tiles']
 
 
 @triton.jit
-def _load_b(columns, log_q0, rate_b, k, n, N):
+def _load_b(saved_l, log_q0, rate_b, k, n, N):
     """b before step k (BLOCK_N,) from l (K, N) of the step before; -inf on masked samples."""
-    lse = tl.load(columns + (k - 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    lse = tl.load(saved_l + (k - 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
     return _b_of(lse, log_q0, rate_b, k)
 
 
@@ -55,150 +61,161 @@ def _b_of(lse, log_q0, rate_b, k):
     return tl.where(k > 0, rate_b * (log_q0 - lse), start)
 
 
+@triton.jit
+def _load_coefficients(coefficients):
+    """s, lift, rate_a, rate_b, gain."""
+    return (
+        tl.load(coefficients), tl.load(coefficients + 1), tl.load(coefficients + 2), tl.load(coefficients + 3),
+        tl.load(coefficients + 4),
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def sinkhorn_forward(
-    features, x_map, log_prior_d, log_prior_n, coefficients,
-    pooled, rows, columns, parts,
-    D, N, num_steps, step, sub_tiles,
-    features_strides, x_strides, prior_d_strides, prior_n_strides,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, LAST: tl.constexpr, SAME: tl.constexpr,
+    features, log_prior_d, log_prior_n, coefficients,
+    pooled, saved_r, saved_l, parts,
+    D, N, num_steps, step, sub_tiles, floor,
+    features_strides, prior_d_strides, prior_n_strides,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, LAST: tl.constexpr, VIEW: tl.constexpr,
 ):  # fmt: skip
     """Launch `step` of forward, from 0 to K (LAST), on the grid (B, tiles).
 
-    rows (B, K + 1, D) gets r, columns (B, K, N) gets l of the step before, parts (K, B, tiles, 2, N) gets this
-    program's part of l; the LAST writes pooled (B, D) instead. SAME: the features are X.
+    saved_r (B, K + 1, D) gets r, saved_l (B, K, N) gets l of the step before, parts (K, B, tiles, 2, N) gets this
+    program's part of l; the LAST writes pooled (B, D) instead.
     """
-    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
-    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
-    rows += b * (num_steps + 1) * D
-    columns += b * num_steps * N
+    b, n, log_q0, num_samples = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
+    s, lift, rate_a, rate_b, gain = _load_coefficients(coefficients)
+    saved_r += b * (num_steps + 1) * D
+    saved_l += b * num_steps * N
 
     lse = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step > 0:
-        lse = combine_lse(parts, step - 1, columns + (step - 1) * N, n, N, TILES)
+        lse = combine_lse(parts, step - 1, saved_l + (step - 1) * N, n, N, TILES)
     dual = _b_of(lse, log_q0, rate_b, step)
 
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x = load_tile(x_map, b, d, n, x_strides, exists)
-        y = scale * x + dual[None, :]
-        row_top = tl.max(y, 1)
-        row = tl.exp(y - row_top[:, None])
-        row_total = tl.sum(row, 1)
-        r = row_top + tl.log(row_total)
-        tl.store(rows + step * D + d, r, mask=d < D)
+        d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
+        y = s * x + dual[None, :]
+        y_top = tl.max(y, 1)
+        weights = tl.exp(y - y_top[:, None])
+        weights_total = tl.sum(weights, 1)
+        r = y_top + tl.log(weights_total)
+        tl.store(saved_r + step * D + d, r, mask=d < D)
         if LAST:
-            averaged = x
-            if not SAME:
-                averaged = load_tile(features, b, d, n, features_strides, exists)
-            f = tl.sum(row * averaged, 1) / row_total
+            f = average(weights, weights_total, x, peak, scale, raw, VIEW) * gain
             tl.store(pooled + b * D + d, f.to(pooled.dtype.element_ty), mask=d < D)
         else:
-            tile_top, tile_total = tile_lse(scale * x + (rate_a * (log_p0 - r))[:, None])
+            tile_top, tile_total = tile_lse(s * x + (lift * peak + rate_a * (log_p0 - r))[:, None])
             top, total = merge_lse(top, total, tile_top, tile_total)
     if not LAST:
         leave_lse(parts, step, top, total, n, N)
 
 
 @triton.jit
-def _step_back(x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N):
+def _step_back(x, peak, log_p0, log_q0, saved_r, saved_l, gap, s, lift, rate_a, rate_b, k, d, n, D, N):
     """Step k backwards from `gap`, the gradient of its log q0 - l.
 
     Returns dt and dy, gradients of the logits of l and r, and da.
     """
-    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
-    lse = tl.load(columns + k * N + n, mask=n < N, other=float('inf'))
-    dt = tl.exp(scale * x + (rate_a * (log_p0 - r))[:, None] - lse[None, :]) * -gap[None, :]
+    r = tl.load(saved_r + k * D + d, mask=d < D, other=float('inf'))
+    lse = tl.load(saved_l + k * N + n, mask=n < N, other=float('inf'))
+    a = lift * peak + rate_a * (log_p0 - r)
+    dt = tl.exp(s * x + a[:, None] - lse[None, :]) * -gap[None, :]
     da = tl.sum(dt, 1)
-    dual = _load_b(columns, log_q0, rate_b, k, n, N)
-    dy = tl.exp(scale * x + dual[None, :] - r[:, None]) * (-rate_a * da)[:, None]
+    dual = _load_b(saved_l, log_q0, rate_b, k, n, N)
+    dy = tl.exp(s * x + dual[None, :] - r[:, None]) * (-rate_a * da)[:, None]
     return dt, dy, da
 
 
 @triton.jit
-def _load_gap(d_columns, gap_first, k, n, N):
+def _load_gap(d_gaps, gap_first, k, n, N):
     """`gap` of step k (BLOCK_N,) out of (K + 1, N); that of step 0 is gap_first."""
-    gap = tl.load(d_columns + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
+    gap = tl.load(d_gaps + (k + 1) * N + n, mask=n < tl.where(k > 0, N, 0), other=0.0)
     return tl.where(k == 0, gap_first, gap)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
 def sinkhorn_backward(
-    grad, features, x_map, log_prior_d, log_prior_n, coefficients, rows, columns,
-    d_columns, parts, d_features, d_x, d_log_p0, slopes,
-    D, N, num_steps, step, sub_tiles,
-    grad_strides, features_strides, x_strides, prior_d_strides, prior_n_strides, d_features_strides, d_x_strides,
+    grad, features, log_prior_d, log_prior_n, coefficients, saved_r, saved_l,
+    d_gaps, parts, d_features, d_log_p0, slopes,
+    D, N, num_steps, step, sub_tiles, floor,
+    grad_strides, features_strides, prior_d_strides, prior_n_strides, d_features_strides,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr,
-    FIRST: tl.constexpr, SAME: tl.constexpr, NEED_FEATURES: tl.constexpr, NEED_X: tl.constexpr,
+    FIRST: tl.constexpr, VIEW: tl.constexpr, NEED_FEATURES: tl.constexpr,
 ):  # fmt: skip
     """Launch `step` of backward, from K down to 0 (FIRST), on the grid (B, tiles).
 
     parts (K + 1, B, tiles, N) gets this program's part of `gap`, rate_b times the gradient of b before the step and so
-    that of the log q0 - l it was made of; d_columns (B, K + 1, N) gets that of b after it. FIRST writes the gradients,
-    of the coefficients as slopes (B, tiles, sub_tiles, 4), to be added up; b before it is constant: no part.
+    that of the log q0 - l it was made of; d_gaps (B, K + 1, N) gets that of b after it. FIRST writes the gradients,
+    of the coefficients as slopes (B, tiles, sub_tiles, 5), to be added up; b before it is constant: no part.
     """
-    b, n, log_q0 = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
-    scale, rate_a, rate_b = tl.load(coefficients), tl.load(coefficients + 2), tl.load(coefficients + 3)
-    rows += b * (num_steps + 1) * D
-    columns += b * num_steps * N
-    d_columns += b * (num_steps + 1) * N
+    b, n, log_q0, num_samples = open_set(log_prior_n, prior_n_strides, N, BLOCK_N)
+    s, lift, rate_a, rate_b, gain = _load_coefficients(coefficients)
+    saved_r += b * (num_steps + 1) * D
+    saved_l += b * num_steps * N
+    d_gaps += b * (num_steps + 1) * N
 
     gap_after = tl.full((BLOCK_N,), 0.0, tl.float32)
     if step < num_steps:
-        gap_after = combine_sum(parts, step + 1, d_columns + (step + 1) * N, n, N, TILES)
+        gap_after = combine_sum(parts, step + 1, d_gaps + (step + 1) * N, n, N, TILES)
 
     d_rate_b = 0.0
     if FIRST:
         for k in range(num_steps):
-            gap = _load_gap(d_columns, gap_after, k, n, N)
-            lse = tl.load(columns + k * N + n, mask=n < N, other=0.0)
+            gap = _load_gap(d_gaps, gap_after, k, n, N)
+            lse = tl.load(saved_l + k * N + n, mask=n < N, other=0.0)
             d_rate_b += tl.sum(gap * tl.where(log_q0 == float('-inf'), 0.0, log_q0 - lse)) / rate_b
 
     db_part = tl.full((BLOCK_N,), 0.0, tl.float32)
     for sub_tile in range(sub_tiles):
-        d, exists, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, n, D, N, BLOCK_D)
-        x = load_tile(x_map, b, d, n, x_strides, exists)
+        d, log_p0 = open_tile(log_prior_d, prior_d_strides, sub_tile, sub_tiles, D, BLOCK_D)
+        x, peak, scale, raw = load_view(features, b, d, n, features_strides, D, log_q0, num_samples, floor, VIEW)
         if FIRST or step == num_steps:
             # f = Σ_n features softmax_n(G + b)
-            averaged = x
-            if not SAME:
-                averaged = load_tile(features, b, d, n, features_strides, exists)
             g = tl.load(grad + b * grad_strides[0] + d * grad_strides[1], mask=d < D, other=0.0).to(tl.float32)
-            r = tl.load(rows + num_steps * D + d, mask=d < D, other=float('inf'))
-            dual = _load_b(columns, log_q0, rate_b, num_steps, n, N)
-            weights = to_mass_one(tl.exp(scale * x + dual[None, :] - r[:, None]))
-            d_averaged = weights * g[:, None]
-            dy = d_averaged * (averaged - tl.sum(weights * averaged, 1)[:, None])
+            r = tl.load(saved_r + num_steps * D + d, mask=d < D, other=float('inf'))
+            dual = _load_b(saved_l, log_q0, rate_b, num_steps, n, N)
+            weights = to_mass_one(tl.exp(s * x + dual[None, :] - r[:, None]))
+            d_gain = tl.sum(g * average(weights, 1.0, x, peak, scale, raw, VIEW))
+            dy, direct, g, moved = average_back(weights, g * gain, x, scale, raw, VIEW)
             if FIRST:
-                if NEED_FEATURES:
-                    store_tile(d_features, d_averaged, b, d, n, d_features_strides, exists)
                 d_p0 = g * 0.0
                 d_rate_a = 0.0
+                d_lift = 0.0
                 for i in range(num_steps):
                     k = num_steps - 1 - i
-                    gap = _load_gap(d_columns, gap_after, k, n, N)
+                    gap = _load_gap(d_gaps, gap_after, k, n, N)
                     dt, more, da = _step_back(
-                        x, log_p0, log_q0, rows, columns, gap, scale, rate_a, rate_b, k, d, n, D, N
+                        x, peak, log_p0, log_q0, saved_r, saved_l, gap, s, lift, rate_a, rate_b, k, d, n, D, N
                     )
                     dy += dt + more
                     d_p0 += rate_a * da
-                    r = tl.load(rows + k * D + d, mask=d < D, other=float('inf'))
+                    r = tl.load(saved_r + k * D + d, mask=d < D, other=float('inf'))
                     d_rate_a += tl.sum(da * tl.where(d < D, log_p0 - r, 0.0))
-                slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 4
+                    d_lift += tl.sum(da * peak)
+                slope = slopes + ((b * tl.num_programs(1) + tl.program_id(1)) * sub_tiles + sub_tile) * 5
                 d_rate_b = tl.where(tl.program_id(1) + sub_tile == 0, d_rate_b, 0.0)
-                store_slopes(slope, tl.sum(dy * x), 0.0, d_rate_a, d_rate_b, 0, 1)
+                store_slopes(slope, tl.sum(dy * x), d_lift, d_rate_a, d_rate_b, 0, 1)
+                tl.store(slope + 4, d_gain)
                 tl.store(d_log_p0 + b * D + d, d_p0, mask=d < D)
-                if NEED_X:
-                    dx = scale * dy
-                    if SAME:
-                        dx += d_averaged
-                    store_tile(d_x, dx, b, d, n, d_x_strides, exists)
+                if NEED_FEATURES:
+                    dx = s * dy
+                    if VIEW == 'log':
+                        # Read again, for it need not be held all the way.
+                        raw = load_tile(features, b, d, n, features_strides, D, log_q0)
+                    else:
+                        dx += direct
+                    dx = view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW)
+                    store_tile(d_features, dx, b, d, n, d_features_strides, D, N, log_q0)
             else:
                 db_part += tl.sum(dy, 0)
         else:
-            _, dy, _ = _step_back(x, log_p0, log_q0, rows, columns, gap_after, scale, rate_a, rate_b, step, d, n, D, N)
+            _, dy, _ = _step_back(
+                x, peak, log_p0, log_q0, saved_r, saved_l, gap_after, s, lift, rate_a, rate_b, step, d, n, D, N
+            )
             db_part += tl.sum(dy, 0)
     leave_sum(parts, step, rate_b * db_part, n, N)
 
@@ -211,8 +228,14 @@ register_sets('sinkhorn_pool', _launches, ', int num_inner')
 
 
 def sinkhorn_pool(
-    features: Tensor | None, x: Tensor, log_p0: Tensor, log_q0: Tensor, weights: StepWeights, num_inner: int
+    features: Tensor,
+    log_p0: Tensor,
+    log_q0: Tensor,
+    weights: StepWeights,
+    gain: Tensor | None,
+    view: str,
+    num_inner: int,
 ) -> Tensor:
-    """(B, D) pooled features; `features` (B, D, N) are averaged, None where they are `x`, which the plan sees."""
-    coefficients = sinkhorn_coefficients(weights)[:4].float()
-    return torch.ops.rotp_vision.triton_sinkhorn_pool(features, x, log_p0, log_q0, coefficients, num_inner)[0]
+    """(B, D) pooled features of (B, D, N), times the gain; see `launch_forward`."""
+    coefficients = sinkhorn_coefficients(weights, gain)
+    return torch.ops.rotp_vision.triton_sinkhorn_pool(features, log_p0, log_q0, coefficients, view, num_inner)[0]

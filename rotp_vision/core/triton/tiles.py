@@ -5,9 +5,13 @@ BLOCK_N) one after the other. A sum over samples is then local to a tile; of a s
 its part, a vector of N, and all programs of the next launch add the parts up. So nothing plan-sized is written but
 results, there are no atomics, and results do not depend on the order in which programs run.
 
-An operator made here also returns the vectors that it has at hand anyway and backward needs: T · (D + N) numbers per
-set. It computes in float32, whatever the dtypes.
+What the plan sees of the features is made in the tile: the log-sum-exps r (over samples) and c (over features) are all
+that launches keep, and an operator made here returns them for backward: T · (D + N) numbers per set. It computes in
+float32, whatever the dtypes.
 """
+
+# Kernels are not Python to a type checker.
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,10 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rotp_vision.core.explicit.ops import Pair, define
+from rotp_vision.core.problem import VIEW_FLOOR
 
 MAX_TILES = 16  # programs per set: every one of them reads the parts of all
 FORWARD_ELEMENTS = 2048  # of a tile; what the kernels hold per element fits the registers
 BACKWARD_ELEMENTS = 1024
+KINDS = 4  # of coefficients that a module has; after them comes the gain
 NUM_WARPS = 4
 # Left to itself NVIDIA's assembler takes fewer registers, for the sake of occupancy, and spills some.
 MAX_REGISTERS = 255
@@ -50,6 +56,12 @@ def tiling(num_features: int, num_samples: int, elements: int) -> Tiling:
     return Tiling(block_n, block_d, sub_tiles, triton.cdiv(blocks, sub_tiles))
 
 
+def tiles_of_set(num_features: int, num_samples: int) -> tuple[int, ...]:
+    """The constants that the size of a set gives its kernels."""
+    cuts = (tiling(num_features, num_samples, elements) for elements in (FORWARD_ELEMENTS, BACKWARD_ELEMENTS))
+    return tuple(size for cut in cuts for size in (cut.block_d, cut.block_n, cut.padded_tiles))
+
+
 def on_device(x: Tensor):
     """Triton launches on the current device: make it that of `x`."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
@@ -61,91 +73,96 @@ def launch_options(amd: bool, num_warps: int = NUM_WARPS) -> dict[str, int | boo
     return options if amd else options | {'maxnreg': MAX_REGISTERS}
 
 
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Every launch of a kernel goes through here."""
+    kernel[grid](*arguments, **constants)
+
+
 def launch_forward(
     kernel: Any,
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     coefficients: Tensor,
+    view: str,
     count: int,
     launches: int,
     **flags: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, D) pooled, rows (B, launches, D) and columns (B, launches - 1, N).
+    """(B, D) pooled, and the log-sum-exps r (B, launches, D) and c (B, launches - 1, N).
 
     Args:
         kernel: `badmm_forward`, `sinkhorn_forward`.
-        features: (B, D, N) what is averaged; None where it is x.
-        x: (B, D, N) what the plan sees.
+        features: (B, D, N) what is averaged; masked samples are not read.
         log_p0: (B, D).
         log_q0: (B, N), -inf on masked samples.
-        coefficients: as the torch operator takes them.
+        coefficients: see `coefficients.py`.
+        view: what the plan sees of the features, see `view_of`.
         count: of modules or steps, as the kernel takes it.
         launches: how many make a forward.
         flags: what else the kernel takes.
     """
-    num_sets, num_features, num_samples = x.shape
+    num_sets, num_features, num_samples = features.shape
     cut = tiling(num_features, num_samples, FORWARD_ELEMENTS)
-    averaged = x if features is None else features
-    pooled = x.new_empty(x.shape[:2], dtype=averaged.dtype)
-    rows = x.new_empty(num_sets, launches, num_features, dtype=torch.float32)
-    columns = x.new_empty(num_sets, launches - 1, num_samples, dtype=torch.float32)
-    parts = x.new_empty(launches - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
-    with on_device(x):
-        for launch in range(launches):
-            kernel[(num_sets, cut.tiles)](
-                averaged, x, log_p0, log_q0, coefficients,
-                pooled, rows, columns, parts,
-                num_features, num_samples, count, launch, cut.sub_tiles,
-                averaged.stride(), x.stride(), log_p0.stride(), log_q0.stride(),
+    pooled = features.new_empty(features.shape[:2])
+    saved_r = features.new_empty(num_sets, launches, num_features, dtype=torch.float32)
+    saved_c = features.new_empty(num_sets, launches - 1, num_samples, dtype=torch.float32)
+    parts = features.new_empty(launches - 1, num_sets, cut.tiles, 2, num_samples, dtype=torch.float32)
+    with on_device(features):
+        for k in range(launches):
+            launch(
+                kernel, (num_sets, cut.tiles),
+                features, log_p0, log_q0, coefficients,
+                pooled, saved_r, saved_c, parts,
+                num_features, num_samples, count, k, cut.sub_tiles, VIEW_FLOOR,
+                features.stride(), log_p0.stride(), log_q0.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                LAST=launch + 1 == launches, SAME=features is None, **flags, **launch_options(AMD),
+                LAST=k + 1 == launches, VIEW=view, **flags, **launch_options(AMD),
             )  # fmt: skip
-    return pooled, rows, columns
+    return pooled, saved_r, saved_c
 
 
 def launch_backward(
     kernel: Any,
     grad: Tensor,
-    features: Tensor | None,
-    x: Tensor,
+    features: Tensor,
     log_p0: Tensor,
     log_q0: Tensor,
     coefficients: Tensor,
-    rows: Tensor,
-    columns: Tensor,
-    d_features: Tensor | None,
-    d_x: Tensor | None,
+    saved_r: Tensor,
+    saved_c: Tensor,
+    needs: list[bool],
+    view: str,
     count: int,
     **flags: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills d_features and d_x, where they are given, with gradients.
-
-    Returns:
-        Those of log_p0 (B, D), log_q0 (B, N) and the coefficients.
-    """
-    (num_sets, launches, num_features), num_samples = rows.shape, x.shape[2]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the features, log_p0 (B, D), log_q0 (B, N) and the coefficients; empty where not needed."""
+    (num_sets, launches, num_features), num_samples = saved_r.shape, features.shape[2]
     cut = tiling(num_features, num_samples, BACKWARD_ELEMENTS)
-    averaged = x if features is None else features
-    to_features, to_x = x if d_features is None else d_features, x if d_x is None else d_x
-    d_columns = x.new_empty(num_sets, launches, num_samples, dtype=torch.float32)
-    parts = x.new_empty(launches, num_sets, cut.tiles, num_samples, dtype=torch.float32)
-    d_log_p0 = x.new_empty(log_p0.shape, dtype=torch.float32)
-    slopes = x.new_empty(num_sets, cut.tiles * cut.sub_tiles, 4, coefficients.shape[1], dtype=torch.float32)
-    with on_device(x):
-        for launch in reversed(range(launches)):
-            kernel[(num_sets, cut.tiles)](
-                grad, averaged, x, log_p0, log_q0, coefficients, rows, columns,
-                d_columns, parts, to_features, to_x, d_log_p0, slopes,
-                num_features, num_samples, count, launch, cut.sub_tiles,
-                grad.stride(), averaged.stride(), x.stride(), log_p0.stride(), log_q0.stride(),
-                to_features.stride(), to_x.stride(),
+    d_features = torch.empty_like(features) if needs[0] else features.new_empty(0)
+    target = d_features if needs[0] else features
+    d_c = features.new_empty(num_sets, launches, num_samples, dtype=torch.float32)
+    parts = features.new_empty(launches, num_sets, cut.tiles, num_samples, dtype=torch.float32)
+    d_log_p0 = features.new_empty(log_p0.shape, dtype=torch.float32)
+    slopes = features.new_empty(num_sets, cut.tiles * cut.sub_tiles, len(coefficients), dtype=torch.float32)
+    with on_device(features):
+        for k in reversed(range(launches)):
+            launch(
+                kernel, (num_sets, cut.tiles),
+                grad, features, log_p0, log_q0, coefficients, saved_r, saved_c,
+                d_c, parts, target, d_log_p0, slopes,
+                num_features, num_samples, count, k, cut.sub_tiles, VIEW_FLOOR,
+                grad.stride(), features.stride(), log_p0.stride(), log_q0.stride(), target.stride(),
                 BLOCK_D=cut.block_d, BLOCK_N=cut.block_n, TILES=cut.padded_tiles,
-                FIRST=launch == 0, SAME=features is None,
-                NEED_FEATURES=d_features is not None, NEED_X=d_x is not None, **flags, **launch_options(AMD),
+                FIRST=k == 0, VIEW=view, NEED_FEATURES=needs[0], **flags, **launch_options(AMD),
             )  # fmt: skip
-    return d_log_p0, parts.sum((0, 2)), slopes.sum((0, 1))[: coefficients.shape[0]]
+    # Outputs of an operator may not share memory, not even none.
+    return (
+        d_features,
+        d_log_p0 if needs[1] else d_log_p0.new_empty(0),
+        parts.sum((0, 2)) if needs[2] else parts.new_empty(0),
+        slopes.sum((0, 1)) if needs[3] else slopes.new_empty(0),
+    )
 
 
 class Launches(NamedTuple):
@@ -159,9 +176,9 @@ class Launches(NamedTuple):
 
 
 def register_sets(name: str, kernels: Callable[..., Launches], options: str) -> None:
-    """Make `torch.ops.rotp_vision.triton_name(features, x, log_p0, log_q0, coefficients, *options)`.
+    """Make `torch.ops.rotp_vision.triton_name(features, log_p0, log_q0, coefficients, view, *options)`.
 
-    It returns (B, D) pooled features, and for backward rows (B, L, D) and columns (B, L - 1, N).
+    It returns (B, D) pooled features, and for backward the log-sum-exps r (B, L, D) and c (B, L - 1, N).
 
     Args:
         name: of the torch operator.
@@ -169,84 +186,143 @@ def register_sets(name: str, kernels: Callable[..., Launches], options: str) -> 
         options: what else the operator takes, as in a schema: ', int num_inner'.
     """
 
-    def run_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
+    def run_forward(features, log_p0, log_q0, coefficients, view, *extra) -> tuple[Tensor, Tensor, Tensor]:
         forward, _, count, launches, flags = kernels(coefficients, *extra)
-        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
-        return launch_forward(forward, *inputs, count, launches, **flags)
+        return launch_forward(forward, features, log_p0, log_q0, coefficients, view, count, launches, **flags)
 
     def run_backward(
-        grad, features, x, log_p0, log_q0, coefficients, rows, columns, needs, *extra
+        grad, features, log_p0, log_q0, coefficients, saved_r, saved_c, needs, view, *extra
     ) -> tuple[Tensor, ...]:
-        d_features, d_x = make_maps(features, x, needs)
         _, backward, count, _, flags = kernels(coefficients, *extra)
-        inputs = features, x, log_p0, log_q0, coefficients.contiguous()
-        rest = launch_backward(backward, grad, *inputs, rows, columns, d_features, d_x, count, **flags)
-        return *(x.new_empty(0) if d is None else d for d in (d_features, d_x)), *rest
+        inputs = features, log_p0, log_q0, coefficients, saved_r, saved_c
+        return launch_backward(backward, grad, *inputs, needs, view, count, **flags)
 
-    def make_maps(features, x, needs) -> tuple[Tensor | None, Tensor | None]:
-        d_features = torch.empty_like(features) if features is not None and needs[0] else None
-        return d_features, torch.empty_like(x) if needs[1] else None
-
-    def fake_forward(features, x, log_p0, log_q0, coefficients, *extra) -> tuple[Tensor, Tensor, Tensor]:
-        size = kernels(coefficients, *extra).launches
+    def fake_forward(features, log_p0, log_q0, coefficients, view, *extra) -> tuple[Tensor, Tensor, Tensor]:
+        launches, (num_sets, num_features, num_samples) = kernels(coefficients, *extra).launches, features.shape
         return (
-            x.new_empty(x.shape[:2], dtype=x.dtype if features is None else features.dtype),
-            x.new_empty(x.shape[0], size, x.shape[1], dtype=torch.float32),
-            x.new_empty(x.shape[0], size - 1, x.shape[2], dtype=torch.float32),
+            features.new_empty(num_sets, num_features),
+            features.new_empty(num_sets, launches, num_features, dtype=torch.float32),
+            features.new_empty(num_sets, launches - 1, num_samples, dtype=torch.float32),
         )
 
     def fake_backward(
-        grad, features, x, log_p0, log_q0, coefficients, rows, columns, needs, *extra
+        grad, features, log_p0, log_q0, coefficients, saved_r, saved_c, needs, view, *extra
     ) -> tuple[Tensor, ...]:
-        vectors = (x.new_empty(v.shape, dtype=torch.float32) for v in (log_p0, log_q0, coefficients))
-        return *(x.new_empty(0) if d is None else d for d in make_maps(features, x, needs)), *vectors
+        vectors = zip((log_p0, log_q0, coefficients), needs[1:], strict=True)
+        return (
+            torch.empty_like(features) if needs[0] else features.new_empty(0),
+            *(features.new_empty(v.shape if need else 0, dtype=torch.float32) for v, need in vectors),
+        )
 
-    inputs = 'Tensor? features, Tensor x, Tensor log_p0, Tensor log_q0, Tensor coefficients'
+    inputs = 'Tensor features, Tensor log_p0, Tensor log_q0, Tensor coefficients'
     define(
         f'triton_{name}',
         Pair(run_forward, run_backward, fake_forward, fake_backward),
-        f'({inputs}{options}) -> (Tensor, Tensor, Tensor)',
-        f'(Tensor grad, {inputs}, Tensor rows, Tensor columns, bool[] needs{options}) '
-        '-> (Tensor, Tensor, Tensor, Tensor, Tensor)',
-        num_inputs=5,
+        f'({inputs}, str view{options}) -> (Tensor, Tensor, Tensor)',
+        f'(Tensor grad, {inputs}, Tensor saved_r, Tensor saved_c, bool[] needs, str view{options}) '
+        '-> (Tensor, Tensor, Tensor, Tensor)',
+        num_inputs=4,
     )
 
 
 @triton.jit
 def open_set(log_prior_n, strides, N, BLOCK_N: tl.constexpr):
-    """The set of a program of the grid (B, tiles), the samples and their log q0, -inf beyond N."""
+    """The set of a program of the grid (B, tiles), the samples, their log q0, -inf beyond N, and how many there are."""
     b, n = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_N)
-    log_q0 = tl.load(log_prior_n + b * strides[0] + n * strides[1], mask=n < N, other=float('-inf'))
-    return b, n, log_q0
+    log_q0 = tl.load(log_prior_n + b * strides[0] + n * strides[1], mask=n < N, other=float('-inf')).to(tl.float32)
+    return b, n, log_q0, tl.sum(tl.where(log_q0 > float('-inf'), 1.0, 0.0))
 
 
 @triton.jit
-def open_tile(log_prior_d, strides, sub_tile, sub_tiles, n, D, N, BLOCK_D: tl.constexpr):
-    """The features of a tile, which of its (BLOCK_D, BLOCK_N) exist, and their log p0, -inf beyond D."""
+def open_tile(log_prior_d, strides, sub_tile, sub_tiles, D, BLOCK_D: tl.constexpr):
+    """The features of a tile, and their log p0, -inf beyond D."""
     d = (tl.program_id(1) * sub_tiles + sub_tile) * BLOCK_D + tl.arange(0, BLOCK_D)
     log_prior_d += tl.program_id(0).to(tl.int64) * strides[0]
-    log_p0 = tl.load(log_prior_d + d * strides[1], mask=d < D, other=float('-inf'))
-    return d, (d < D)[:, None] & (n < N)[None, :], log_p0
+    return d, tl.load(log_prior_d + d * strides[1], mask=d < D, other=float('-inf')).to(tl.float32)
 
 
 @triton.jit
-def load_tile(pointer, set_index, d, n, strides, exists):
-    """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero where nothing exists."""
+def load_tile(pointer, set_index, d, n, strides, D, log_q0):
+    """(BLOCK_D, BLOCK_N) of a (B, D, N) tensor in float32, zero on masked samples and where nothing exists."""
+    exists = (d < D)[:, None] & (log_q0 > float('-inf'))[None, :]
     pointer += set_index * strides[0]
     return tl.load(pointer + (d[:, None] * strides[1] + n[None, :] * strides[2]), mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def shift_tile(x, exists, log_q0):
-    """A tile less the largest entry in every row of samples that are not masked, zero elsewhere, and that entry."""
-    seen = exists & (log_q0 > float('-inf'))[None, :]
+def load_view(features, set_index, d, n, strides, D, log_q0, num_samples, floor, VIEW: tl.constexpr):
+    """What the plan sees of a tile.
+
+    Returns:
+        x: (BLOCK_D, BLOCK_N) less the largest entry in every row; zero on masked samples and where nothing exists.
+        peak: (BLOCK_D,) that entry.
+        scale: (BLOCK_D,) for the view 'rms': the features are (x + peak) / scale; one for others.
+        raw: (BLOCK_D, BLOCK_N) the features.
+    """
+    raw = load_tile(features, set_index, d, n, strides, D, log_q0)
+    seen = (d < D)[:, None] & (log_q0 > float('-inf'))[None, :]
+    x = raw
+    scale = tl.sum(raw, 1) * 0.0 + 1.0
+    if VIEW == 'rms':
+        # In units of the row's largest magnitude, whose square might overflow.
+        unit = tl.maximum(tl.max(tl.abs(raw), 1), floor)
+        ratio = raw / unit[:, None]
+        least = floor / unit
+        scale = tl.rsqrt(tl.sum(ratio * ratio, 1) / num_samples + least * least) / unit
+        x = raw * scale[:, None]
+    elif VIEW == 'log':
+        x = tl.log(tl.maximum(raw, 0.0) + floor)
     peak = tl.max(tl.where(seen, x, float('-inf')), 1)
     peak = tl.where(peak == float('-inf'), 0.0, peak)
-    return tl.where(seen, x - peak[:, None], 0.0), peak
+    return tl.where(seen, x - peak[:, None], 0.0), peak, scale, raw
 
 
 @triton.jit
-def store_tile(pointer, values, set_index, d, n, strides, exists):
+def average(weights, total, x, peak, scale, raw, VIEW: tl.constexpr):
+    """(BLOCK_D,) the average of the features with the weights (BLOCK_D, BLOCK_N), whose rows add up to total."""
+    if VIEW == 'log':
+        return tl.sum(weights * raw, 1) / total
+    else:
+        return (tl.sum(weights * x, 1) / total + peak) / scale
+
+
+@triton.jit
+def average_back(weights, g, x, scale, raw, VIEW: tl.constexpr):
+    """Back through `average` from its gradient g (BLOCK_D,).
+
+    Returns the gradient of the weights' logits, that of x (of raw for the view 'log') which keeps its place in memory,
+    and (BLOCK_D,) that of the average of x, and this times the average of x.
+    """
+    averaged = x
+    if VIEW == 'log':
+        averaged = raw
+    g = g / scale
+    direct = weights * g[:, None]
+    f = tl.sum(weights * averaged, 1)
+    return direct * (averaged - f[:, None]), direct, g, g * f
+
+
+@triton.jit
+def view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW: tl.constexpr):
+    """The gradient of the features.
+
+    Of dx, that of x, with `direct`, the share of the average, but for the view 'log'; g, moved are of `average_back`.
+    """
+    if VIEW == 'rms':
+        # Through s = (mean_n features² + floor²)^(-1/2), which x is multiplied with and its average divided by.
+        d_log_s = tl.sum(dx * x, 1) - moved + peak * (tl.sum(dx, 1) - g)
+        pull = d_log_s * scale / num_samples
+        dx = dx * scale[:, None] - (x + peak[:, None]) * pull[:, None]
+    elif VIEW == 'log':
+        dx = direct + tl.where(raw > 0.0, dx / (raw + floor), 0.0)
+    return dx
+
+
+@triton.jit
+def store_tile(pointer, values, set_index, d, n, strides, D, N, log_q0):
+    """Values to a (B, D, N) tensor, zero on masked samples."""
+    values = tl.where((log_q0 > float('-inf'))[None, :], values, 0.0)
+    exists = (d < D)[:, None] & (n < N)[None, :]
     pointer += set_index * strides[0]
     values = values.to(pointer.dtype.element_ty)
     tl.store(pointer + (d[:, None] * strides[1] + n[None, :] * strides[2]), values, mask=exists)
@@ -269,13 +345,13 @@ def tile_lse(y):
 
 
 @triton.jit
-def to_mass_one(row):
-    """A softmax along the samples, made with a saved log-sum-exp, with rows of mass one to the last bit.
+def to_mass_one(weights):
+    """A softmax along the samples, made with a saved log-sum-exp, with mass one for every feature to the last bit.
 
-    The log-sum-exp is rounded, and what is off would leak the mean of a gradient. Beyond D it is infinite: zero rows.
+    The log-sum-exp is rounded, and what is off would leak the mean of a gradient. Beyond D it is infinite: all zero.
     """
-    total = tl.sum(row, 1)
-    return row / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.sum(weights, 1)
+    return weights / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
 @triton.jit
@@ -327,7 +403,7 @@ def leave_sum(parts, launch, values, n, N):
 
 @triton.jit
 def store_slopes(slope, d_beta, d_kappa, d_rho, d_rough, k, num_modules):
-    """Gradients of the coefficients of module k, of which row by row there are (4, T)."""
+    """Gradients of the coefficients of module k, of which kind by kind there are (4, T)."""
     tl.store(slope + k, d_beta)
     tl.store(slope + num_modules + k, d_kappa)
     tl.store(slope + 2 * num_modules + k, d_rho)

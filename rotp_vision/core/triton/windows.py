@@ -22,11 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from rotp_vision.core.explicit.ops import Pair, define
+from rotp_vision.core.problem import VIEW_FLOOR
+from rotp_vision.core.solver import Windows
+from rotp_vision.core.triton import tiles
 from rotp_vision.core.triton.tiles import AMD, NUM_WARPS, Launches, launch_options, on_device
 
 GATHER_BLOCK = 512
-# Of the buffer for the gradients of windows, unless those of one image are more: it bounds the memory of backward.
-BUFFER_ELEMENTS = 2**25
+# Of the buffer for the gradients of windows, unless those of one image are more: it bounds the memory of backward, to
+# 2 GB. The stem of a ResNet-50 with 256 images takes 1.9 GB, next to maps of 0.8 GB in float32.
+BUFFER_ELEMENTS = 2**29
 
 
 class WindowTiling(NamedTuple):
@@ -45,6 +49,12 @@ def window_tiling(num_channels: int, taps: int, backward: bool) -> WindowTiling:
     return WindowTiling(block_w, block_c, max(NUM_WARPS, block_c // (32 * per_thread)))
 
 
+def tiles_of_windows(num_channels: int, windows: Windows) -> tuple[int, ...]:
+    """The constants that the windows give their kernels; strides and dilation of one are such too."""
+    cuts = (window_tiling(num_channels, windows.kernel_h * windows.kernel_w, backward) for backward in (False, True))
+    return (*windows[:4], *windows[6:8], *(size for cut in cuts for size in cut))
+
+
 def launch_windows_forward(
     kernel: Any,
     x: Tensor,
@@ -53,7 +63,6 @@ def launch_windows_forward(
     saved: Tensor,
     windows: tuple[int, ...],
     view: str,
-    floor: float,
     count: int,
     **flags: bool,
 ) -> None:
@@ -62,21 +71,22 @@ def launch_windows_forward(
     Args:
         kernel: `local_badmm_forward`, `local_sinkhorn_forward`.
         x: (B, C, H, W).
-        coefficients: as the torch operator takes them.
+        coefficients: see `coefficients.py`.
         pooled: (B, C, H', W').
         saved: (B, H' W', vectors, taps) what backward needs.
         windows: the fields of `Windows`.
-        view: what the plan sees, see `rot_pool_windows`.
-        floor: of the view.
+        view: what the plan sees of the maps, see `view_of`.
         count: of modules or steps, as the kernel takes it.
         flags: what else the kernel takes.
     """
-    kernel_h, kernel_w, *steps, rows, columns = windows
+    kernel_h, kernel_w, *steps, out_h, out_w = windows
     cut = window_tiling(x.shape[1], kernel_h * kernel_w, backward=False)
+    blocks = triton.cdiv(out_h * out_w, cut.block_w)
     with on_device(x):
-        kernel[(triton.cdiv(rows * columns, cut.block_w), x.shape[0])](
+        tiles.launch(
+            kernel, (x.shape[0] * blocks,),
             x, coefficients, pooled, saved,
-            count, (*x.shape[1:], rows, columns, *steps), floor, x.stride(), pooled.stride(),
+            count, blocks, (*x.shape[1:], out_h, out_w, *steps), VIEW_FLOOR, x.stride(), pooled.stride(),
             KH=kernel_h, KW=kernel_w, BLOCK_W=cut.block_w, BLOCK_C=cut.block_c,
             VIEW=view, CHANNELS_LAST=is_channels_last(x), **flags, **launch_options(AMD, cut.num_warps),
         )  # fmt: skip
@@ -91,18 +101,17 @@ def launch_windows_backward(
     d_x: Tensor | None,
     windows: tuple[int, ...],
     view: str,
-    floor: float,
     count: int,
     **flags: bool,
 ) -> Tensor:
-    """Fills d_x, where it is given, with the gradient of x. Returns that of the coefficients."""
-    kernel_h, kernel_w, *steps, rows, columns = windows
+    """Fills d_x, where it is given, with the gradient of x. Returns that of the coefficients for every program."""
+    kernel_h, kernel_w, *steps, out_h, out_w = windows
     stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = steps
     num_images, num_channels = x.shape[:2]
-    taps, num_windows = kernel_h * kernel_w, rows * columns
+    taps, num_windows = kernel_h * kernel_w, out_h * out_w
     cut = window_tiling(num_channels, taps, backward=True)
     blocks = triton.cdiv(num_windows, cut.block_w)
-    slopes = x.new_empty(num_images, blocks, 4, coefficients.shape[1], dtype=torch.float32)
+    slopes = x.new_empty(num_images, blocks, len(coefficients), dtype=torch.float32)
     overlap = dilation_h * (kernel_h - 1) >= stride_h or dilation_w * (kernel_w - 1) >= stride_w
     images = num_images
     buffer = None
@@ -114,31 +123,34 @@ def launch_windows_backward(
         buffer = x.new_empty(images, taps, *shape, dtype=torch.float32)
         buffer = buffer if is_channels_last(x) else buffer.mT  # (images, taps, windows, C)
         at_image, at_tap, at_window, at_channel = buffer.stride()
-        spacing = (at_image, at_channel, columns * at_window, at_window, kernel_w * at_tap, at_tap, 0)
+        spacing = (at_image, at_channel, out_w * at_window, at_window, kernel_w * at_tap, at_tap, 0)
     elif d_x is not None:
         d_x.zero_()  # some pixels may be in no window
         at_image, at_channel, at_h, at_w = d_x.stride()
         first = -pad_h * at_h - pad_w * at_w
         spacing = (at_image, at_channel, stride_h * at_h, stride_w * at_w, dilation_h * at_h, dilation_w * at_w, first)
-    geometry = (*x.shape[1:], rows, columns, *steps)
+    geometry = (*x.shape[1:], out_h, out_w, *steps)
     with on_device(x):
         for start in range(0, num_images, images or 1):
             some = slice(start, min(start + images, num_images))
             target = buffer if buffer is not None else x if d_x is None else d_x
-            kernel[(blocks, some.stop - start)](
+            tiles.launch(
+                kernel, ((some.stop - start) * blocks,),
                 grad[some], x[some], coefficients, saved[some], target, slopes[some],
-                count, geometry, floor, grad.stride(), x.stride(), spacing,
+                count, blocks, geometry, VIEW_FLOOR, grad.stride(), x.stride(), spacing,
                 KH=kernel_h, KW=kernel_w, BLOCK_W=cut.block_w, BLOCK_C=cut.block_c,
                 VIEW=view, CHANNELS_LAST=is_channels_last(x), NEED_X=d_x is not None, **flags,
                 **launch_options(AMD, cut.num_warps),
             )  # fmt: skip
             if buffer is not None and d_x is not None:
-                gather_windows[(triton.cdiv(x[0].numel(), GATHER_BLOCK), some.stop - start)](
-                    buffer, d_x[some], geometry, buffer.stride(), d_x.stride(),
+                gather_blocks = triton.cdiv(x[0].numel(), GATHER_BLOCK)
+                tiles.launch(
+                    gather_windows, ((some.stop - start) * gather_blocks,),
+                    buffer, d_x[some], gather_blocks, geometry, buffer.stride(), d_x.stride(),
                     KH=kernel_h, KW=kernel_w, BLOCK=GATHER_BLOCK, CHANNELS_LAST=is_channels_last(x),
                     **launch_options(AMD, NUM_WARPS),
                 )  # fmt: skip
-    return slopes.sum((0, 1))[: coefficients.shape[0]]
+    return slopes
 
 
 def is_channels_last(x: Tensor) -> bool:
@@ -147,42 +159,38 @@ def is_channels_last(x: Tensor) -> bool:
 
 
 def register_windows(name: str, kernels: Callable[..., Launches], options: str) -> None:
-    """Make `torch.ops.rotp_vision.triton_local_name(x, coefficients, windows, view, floor, *options)`.
+    """Make `torch.ops.rotp_vision.triton_local_name(x, coefficients, windows, view, *options)`.
 
     It takes maps (B, C, H, W) and the fields of `Windows`, and returns the pooled map in the memory format of x, and
     for backward the vectors (B, H' W', L - 1, taps). Arguments as those of `register_sets`.
     """
 
-    def run_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
-        pooled, saved = fake_forward(x, coefficients, windows, view, floor, *extra)
+    def run_forward(x, coefficients, windows, view, *extra) -> tuple[Tensor, Tensor]:
+        pooled, saved = fake_forward(x, coefficients, windows, view, *extra)
         forward, _, count, _, flags = kernels(coefficients, *extra)
-        launch_windows_forward(
-            forward, x, coefficients.contiguous(), pooled, saved, windows, view, floor, count, **flags
-        )
+        launch_windows_forward(forward, x, coefficients, pooled, saved, windows, view, count, **flags)
         return pooled, saved
 
-    def run_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+    def run_backward(grad, x, coefficients, saved, needs, windows, view, *extra) -> tuple[Tensor, Tensor]:
         d_x = torch.empty_like(x) if needs[0] else None
         _, backward, count, _, flags = kernels(coefficients, *extra)
-        d_coefficients = launch_windows_backward(
-            backward, grad, x, coefficients.contiguous(), saved, d_x, windows, view, floor, count, **flags
-        )
-        return x.new_empty(0) if d_x is None else d_x, d_coefficients
+        slopes = launch_windows_backward(backward, grad, x, coefficients, saved, d_x, windows, view, count, **flags)
+        return x.new_empty(0) if d_x is None else d_x, slopes.sum((0, 1)) if needs[1] else slopes.new_empty(0)
 
-    def fake_forward(x, coefficients, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
-        *_, rows, columns = windows
+    def fake_forward(x, coefficients, windows, view, *extra) -> tuple[Tensor, Tensor]:
+        *_, out_h, out_w = windows
         layout = torch.channels_last if is_channels_last(x) else torch.contiguous_format
         vectors = kernels(coefficients, *extra).launches - 1
         return (
-            torch.empty(*x.shape[:2], rows, columns, dtype=x.dtype, device=x.device, memory_format=layout),
-            x.new_empty(x.shape[0], rows * columns, vectors, windows[0] * windows[1], dtype=torch.float32),
+            torch.empty(*x.shape[:2], out_h, out_w, dtype=x.dtype, device=x.device, memory_format=layout),
+            x.new_empty(x.shape[0], out_h * out_w, vectors, windows[0] * windows[1], dtype=torch.float32),
         )
 
-    def fake_backward(grad, x, coefficients, saved, needs, windows, view, floor, *extra) -> tuple[Tensor, Tensor]:
+    def fake_backward(grad, x, coefficients, saved, needs, windows, view, *extra) -> tuple[Tensor, Tensor]:
         d_x = torch.empty_like(x) if needs[0] else x.new_empty(0)
-        return d_x, x.new_empty(coefficients.shape, dtype=torch.float32)
+        return d_x, x.new_empty(coefficients.shape if needs[1] else 0, dtype=torch.float32)
 
-    inputs, chosen = 'Tensor x, Tensor coefficients', f'SymInt[] windows, str view, float floor{options}'
+    inputs, chosen = 'Tensor x, Tensor coefficients', f'SymInt[] windows, str view{options}'
     define(
         f'triton_local_{name}',
         Pair(run_forward, run_backward, fake_forward, fake_backward),
@@ -194,18 +202,18 @@ def register_windows(name: str, kernels: Callable[..., Launches], options: str) 
 
 @triton.jit
 def gather_windows(
-    buffer, d_x, geometry, buffer_strides, d_x_strides,
+    buffer, d_x, blocks, geometry, buffer_strides, d_x_strides,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
     """d_x (B, C, H, W): for each pixel the sum over the taps that lie on it, from (B, taps, windows, C).
 
-    The grid is (blocks of an image's values in their order in memory, B).
+    The grid is (B · blocks of an image's values in their order in memory,): one axis, as only the first may be long.
     """
     C, H, W, out_h, out_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = geometry
     buffer_b, buffer_tap, buffer_w, buffer_c = buffer_strides
     d_x_b, d_x_c, d_x_h, d_x_w = d_x_strides
-    b = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    i = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     exists = i < C * H * W
     if CHANNELS_LAST:
         pixel, c = i // C, i % C
@@ -226,11 +234,11 @@ def gather_windows(
 
 @triton.jit
 def open_windows(
-    x_map, x_strides, geometry, floor,
+    x_map, x_strides, blocks, geometry, floor,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
     VIEW: tl.constexpr, CHANNELS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """What a program of the grid (blocks of windows, B) works on.
+    """What a program of the grid (B · blocks of windows,) works on: one axis, as only the first may be long.
 
     Returns:
         place: the image; row and column (BLOCK_W,) of the windows, beyond the end the last window once more; which of
@@ -243,7 +251,7 @@ def open_windows(
         xs: what the plan sees of them.
     """
     C, H, W, out_h, out_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w = geometry
-    wanted = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W)
+    wanted = (tl.program_id(0) % blocks) * BLOCK_W + tl.arange(0, BLOCK_W)
     index = tl.minimum(wanted, out_h * out_w - 1)
     row, column = index // out_w, index % out_w
     inside = ()
@@ -254,7 +262,7 @@ def open_windows(
             tap = (h >= 0) & (h < H) & (w >= 0) & (w < W)
             inside += (tap,)
             count += tl.where(tap, 1.0, 0.0)
-    b, c = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_C)
+    b, c = (tl.program_id(0) // blocks).to(tl.int64), tl.arange(0, BLOCK_C)
     place = (b, row, column, wanted < out_h * out_w, c, c < C)
     raw = _load_windows(x_map, x_strides, place, inside, geometry, KH, KW, CHANNELS_LAST)
     return place, b * (out_h * out_w) + index, c < C, inside, count, raw, _view(raw, count, floor, VIEW)

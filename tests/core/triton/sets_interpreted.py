@@ -5,16 +5,17 @@ in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton/s
 """
 
 import argparse
+import copy
 
 import pytest
 import torch
 from torch import Tensor
 
 from rotp_vision import bench
-from rotp_vision.core import Solver
-from rotp_vision.core.triton import badmm, sinkhorn, tiles  # noqa: F401 - define their operators
+from rotp_vision.core import Solver, scaled_softplus
+from rotp_vision.core.triton import badmm, coefficients, sinkhorn, tiles  # noqa: F401 - define their operators
 from rotp_vision.layers import GlobalROTPool2d
-from tests.core.explicit.test_operators import leaves, pooled, results
+from tests.core.explicit.operators import leaves, pooled, results
 
 OPERATORS = {
     'badmm-e': (Solver('badmm-e'), False, False),
@@ -74,11 +75,29 @@ def test_any_number_of_inner_steps(num_inner):
 
 
 @every_operator
-@pytest.mark.parametrize('view', ['identity', 'rms'])
-def test_masks_and_a_view(operator, view):
+@pytest.mark.parametrize('view', ['identity', 'rms', 'log'])
+def test_masks_and_views(operator, view):
     mask = torch.arange(9) < torch.tensor([[1], [6]])
-    got = assert_same(operator, leaves(operator, 2, 12, 9, dtype=torch.float32), mask, view)
+    got = assert_same(operator, leaves(operator, 2, 12, 9, num_modules=2, dtype=torch.float32), mask, view)
     assert torch.equal(got['x'][0, :, 1:], torch.zeros(12, 8))
+
+
+@pytest.mark.parametrize('name', ['badmm-e', 'sinkhorn'])
+@pytest.mark.parametrize('view', ['rms', 'log'])
+def test_views_of_several_tiles(name, view):
+    """Features of a channel from silent to such that their squares overflow."""
+    tensors = leaves(OPERATORS[name], 1, 33, 196, num_modules=2, dtype=torch.float32)
+    sizes = torch.logspace(-6, 3 if view == 'log' else 25, 33).view(1, -1, 1)
+    tensors['x'] = (tensors['x'].detach() * sizes).requires_grad_()
+    got = results(OPERATORS[name], tensors, 'triton', None, view)
+    expected = results(OPERATORS[name], double(tensors), 'torch', None, view)
+    for given in (got, expected):
+        given['output'] = given['output'] / sizes[0, :, 0]
+        given['x'] = given['x'] * (1.0 if view == 'log' else 1e-20)
+        given |= {
+            key: value * (1e-3 if view == 'log' else 1e-25) for key, value in given.items() if key not in 'x output'
+        }
+    assert_close(got, expected)
 
 
 @every_operator
@@ -91,9 +110,7 @@ def test_features_far_from_zero(operator, masked):
         tensors['x'] = (spread * (tensors['x'].detach() - 3)).requires_grad_()
         got, expected = results(operator, tensors, 'triton', mask), results(operator, double(tensors), 'torch', mask)
         assert all(value.isfinite().all() for value in got.values()), spread
-        # Sinkhorn does not balance features, so that sums of exponents as large as x round all its gradients.
-        close = ['output', 'x'] if operator[0].name == 'sinkhorn' else list(expected)
-        for name in close:
+        for name in expected:
             error, size = (got[name] - expected[name]).abs().max(), expected[name].abs().max()
             assert error <= 1e-5 * max(size, spread * 1e-3), (name, spread, error)
 
@@ -107,10 +124,11 @@ def test_channels_last_without_copies(operator):
 
 
 @every_operator
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize('view', ['identity', 'rms'])
+@pytest.mark.parametrize(
+    ('dtype', 'view'), [(torch.float16, 'identity'), (torch.bfloat16, 'rms'), (torch.float16, 'log')]
+)
 def test_half_precision_in_and_out(operator, dtype, view):
-    """The same numbers as float32 from the rounded features, rounded once at the end (of both ways for a view)."""
+    """The same numbers as float32 from the rounded features, rounded once at the end."""
     tensors = leaves(operator, 2, 6, 5, num_modules=2, dtype=torch.float32)
     tensors['x'] = tensors['x'].detach().to(dtype).requires_grad_()
     towards = torch.linspace(-1, 2, 12).view(2, 6).to(dtype)
@@ -123,7 +141,7 @@ def test_half_precision_in_and_out(operator, dtype, view):
     for name, value in expected.items():
         assert got[name].dtype == (dtype if name in ('output', 'x') else torch.float32)
         error = (got[name].double() - value).abs().max()
-        rounding = (1 + (view != 'identity')) * torch.finfo(dtype).eps if name in ('output', 'x') else TOLERANCE
+        rounding = torch.finfo(dtype).eps if name in ('output', 'x') else TOLERANCE
         assert error <= rounding * value.abs().max() + FLOOR, name
 
 
@@ -158,17 +176,25 @@ CHECKS = ('test_schema', 'test_autograd_registration', 'test_faketensor')
 
 @every_operator
 def test_opcheck(operator):
-    quadratic = operator[0].name == 'badmm-q'
-    name, rows, option = ('sinkhorn', 4, 3) if operator[0].name == 'sinkhorn' else ('badmm', 3 + quadratic, quadratic)
+    name, option, modules = (
+        ('sinkhorn', 3, 1) if operator[0].name == 'sinkhorn' else ('badmm', 'q' in operator[0].name, 2)
+    )
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
-    inputs, options = (None, x, log_p0, log_q0, torch.rand(rows, 2 - (name == 'sinkhorn')) + 0.4), (option,)
-    differentiable = tuple(None if value is None else value.clone().requires_grad_() for value in inputs)
+    inputs, options = (x, log_p0, log_q0, torch.rand(4 * modules + 1) + 0.4), ('rms', option)
+    differentiable = tuple(value.clone().requires_grad_() for value in inputs)
     forward = getattr(torch.ops.rotp_vision, f'triton_{name}_pool')
     torch.library.opcheck(forward.default, (*differentiable, *options), test_utils=CHECKS)
-    out, rows, columns = forward(*inputs, *options)
+    out, *saved = forward(*inputs, *options)
     backward = getattr(torch.ops.rotp_vision, f'{forward.__name__}_backward').default
-    needs = [False, True, True, True, True]
-    torch.library.opcheck(backward, (torch.ones_like(out), *inputs, rows, columns, needs, *options), test_utils=CHECKS)
+    for needs in ([True] * 4, [False, True, False, True]):
+        torch.library.opcheck(backward, (torch.ones_like(out), *inputs, *saved, needs, *options), test_utils=CHECKS)
+
+
+def test_opcheck_of_coefficients():
+    weights = [torch.rand(3).add(0.4).requires_grad_() for _ in range(3)]
+    gain, ops = torch.tensor(1.5, requires_grad=True), torch.ops.rotp_vision
+    torch.library.opcheck(ops.triton_badmm_coefficients.default, (*weights[:2], gain, True), test_utils=CHECKS)
+    torch.library.opcheck(ops.triton_sinkhorn_coefficients.default, (*weights, gain), test_utils=CHECKS)
 
 
 @every_operator
@@ -191,16 +217,31 @@ def test_second_derivative_is_refused(operator):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
-def test_layers(solver):
-    """A view that is not what is averaged: the same from both backends."""
-    x = torch.randn(1, 5, 4, 3, generator=torch.Generator().manual_seed(0))
-    options = {'solver': solver, 'view': 'rms', 'num_modules': 2} if solver == 'badmm-e' else {'solver': solver}
-    got, expected = (
-        GlobalROTPool2d({**options, 'backend': backend}).to(dtype)(x.to(dtype))
-        for backend, dtype in (('triton', torch.float32), ('torch', torch.float64))
+def of_layer(pool: GlobalROTPool2d, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    pool = copy.deepcopy(pool).to(dtype)
+    x = x.to(dtype).requires_grad_()
+    out = pool(x)
+    inputs = {'x': x} | dict(pool.named_parameters())
+    grads = torch.autograd.grad(
+        out, list(inputs.values()), torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
     )
-    assert_close({'output': got}, {'output': expected})
+    return {'output': out.detach()} | dict(zip(inputs, grads, strict=True))
+
+
+@pytest.mark.parametrize('options', [
+    {'solver': 'badmm-e', 'num_modules': 2}, {'solver': 'sinkhorn', 'gain': 'channel'},
+    {'solver': 'badmm-q', 'view': 'log', 'learn': 'shared'}, {'solver': 'sinkhorn', 'prior': 'norm'},
+])  # fmt: skip
+def test_layers(options):
+    """View, gain, prior and the weights' own parameters: the same from both backends."""
+    x = torch.randn(2, 5, 4, 3, generator=torch.Generator().manual_seed(0))
+    pool = GlobalROTPool2d({'step' if 'badmm' in options['solver'] else 'smoothness': 1.3, **options}, 5)
+    with torch.no_grad():
+        for parameter in pool.parameters():
+            parameter.add_(torch.rand(parameter.shape) - 0.5)
+    expected = of_layer(pool, x, torch.float64)
+    pool.solver = pool.solver._replace(backend='triton')
+    assert_close(of_layer(pool, x, torch.float32), expected)
 
 
 @pytest.mark.parametrize('solver', ['badmm-e', 'sinkhorn'])
@@ -220,6 +261,21 @@ def test_layers_keep_half_precision(solver):
     expected = GlobalROTPool2d({'solver': solver, 'view': 'identity', 'backend': 'torch'})(x.detach())
     torch.testing.assert_close(got.detach(), expected, rtol=2e-3, atol=2e-3)
     assert torch.autograd.grad(got.sum(), x)[0].dtype == torch.float16
+
+
+def test_softplus():
+    """Over the whole range, of all shapes, with parameters in half precision too; relative to each entry."""
+    betas = [torch.linspace(-80, 30, 301), torch.tensor(0.3), torch.linspace(-3, 3, 4).bfloat16()]
+    starts = [torch.linspace(1e-3, 1e3, 301), torch.tensor(2.0), torch.ones(4)]
+    found = []
+    for function, dtype in ((coefficients.softplus, None), (scaled_softplus, torch.float64)):
+        given = [beta.to(dtype or beta.dtype).requires_grad_() for beta in betas]
+        weights = function(given, [start.to(dtype or start.dtype) for start in starts])
+        towards = [torch.linspace(1, 2, w.numel()).view_as(w).to(w.dtype) for w in weights]
+        found.append([*weights, *torch.autograd.grad(weights, given, towards)])
+    for got, expected in zip(*found, strict=True):
+        tolerance = 1e-2 if got.dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=0)
 
 
 def test_bench_compares_and_advises(monkeypatch, capsys):

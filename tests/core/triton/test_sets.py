@@ -63,7 +63,7 @@ def pool(*, weights: dict | None = None, solver: Solver | None = None, dtype=tor
     return rot_pool(problem, given, solver or Solver('badmm-e', backend='triton'))
 
 
-def test_auto_does_not_mean_triton():
+def test_auto_on_cpu_does_not_mean_triton():
     assert pool(solver=Solver('badmm-e', backend='auto')).shape == (1, 3)
 
 

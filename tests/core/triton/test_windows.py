@@ -20,7 +20,7 @@ def pool(dtype=torch.float32, **options) -> torch.Tensor:
     return layer(torch.zeros(1, 3, 4, 4, dtype=dtype))
 
 
-def test_auto_does_not_mean_triton():
+def test_auto_on_cpu_does_not_mean_triton():
     assert pool(backend='auto').shape == (1, 3, 2, 2)
     layer, maps = LocalROTPool2d(kernel_size=3), torch.zeros(1, 3, 4, 4)
     assert rot_pool_windows(maps, layer.weights(), layer.solver, Windows(3, 3, 1, 1, 0, 0, 1, 1, 2, 2)) is None

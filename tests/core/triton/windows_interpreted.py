@@ -1,7 +1,7 @@
 """The Triton kernels for windows against windows cut out and pooled by the torch operators, on CPU by the interpreter.
 
-Not collected by itself: `test_triton_local` runs this file in a process of its own. By hand:
-`TRITON_INTERPRET=1 pytest tests/core/triton_local_interpreted.py`.
+Not collected by itself: `test_windows` runs this file in a process of its own. By hand:
+`TRITON_INTERPRET=1 pytest tests/core/triton/windows_interpreted.py`.
 """
 
 import pytest
@@ -93,8 +93,9 @@ def test_one_inner_step():
     assert_same({'solver': 'sinkhorn', 'num_inner': 1}, STEM, maps(1, 3, 4, 3))
 
 
-def test_gain_and_padding_that_counts():
-    options = SOLVERS['sinkhorn'] | {'gain': 'channel'}
+@pytest.mark.parametrize('gain', ['scalar', 'channel', 'off'])
+def test_gain_and_padding_that_counts(gain):
+    options = SOLVERS['sinkhorn'] | {'gain': gain}
     assert_same(options, STEM | {'count_include_pad': True}, maps(1, 3, 4, 4))
 
 
@@ -197,14 +198,11 @@ def test_opcheck_and_second_derivative(options):
     """Of windows that do not overlap, which have no gather."""
     solver = Solver(options['solver'], backend='triton')
     shape = Windows(2, 2, 2, 2, 0, 0, 1, 1, 1, 2)
-    if solver.name == 'sinkhorn':
-        name, option, rows, modules = 'sinkhorn', 2, 4, 1
-    else:
-        name, option, rows, modules = 'badmm', solver.name == 'badmm-q', 3 + (solver.name == 'badmm-q'), 2
-    x, coefficients = maps(1, 3, 2, 4).requires_grad_(), torch.full((rows, modules), 0.5, requires_grad=True)
+    name, option, modules = ('sinkhorn', 2, 1) if solver.name == 'sinkhorn' else ('badmm', solver.name == 'badmm-q', 2)
+    x, coefficients = maps(1, 3, 2, 4).requires_grad_(), torch.full((4 * modules + 1,), 0.5, requires_grad=True)
     forward = getattr(torch.ops.rotp_vision, f'triton_local_{name}_pool')
     backward = getattr(torch.ops.rotp_vision, f'triton_local_{name}_pool_backward')
-    given = (list(shape), 'rms', 1e-3, option)
+    given = (list(shape), 'rms', option)
     checks = ('test_schema', 'test_autograd_registration', 'test_faketensor')
     torch.library.opcheck(forward.default, (x, coefficients, *given), test_utils=checks)
     out, saved = forward(x, coefficients, *given)
