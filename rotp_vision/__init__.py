@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotp_vision.calibration import Calibration, calibrate
+    from rotp_vision.core import register_solver
     from rotp_vision.hub import load_pretrained, push_to_hub, read_state_dict, save_pretrained
     from rotp_vision.layers import (
+        MAX_POOL,
+        MEAN_POOL,
         GlobalROTPool2d,
         LocalROTPool2d,
         MixedROTPool2d,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 __version__ = '0.2.0'
 
 __all__ = [
+    'MAX_POOL',
+    'MEAN_POOL',
     'Calibration',
     'FoundPool',
     'GlobalROTPool2d',
@@ -64,6 +69,7 @@ __all__ = [
     'probe',
     'push_to_hub',
     'read_state_dict',
+    'register_solver',
     'revert',
     'rot_pools',
     'save_pretrained',
@@ -71,7 +77,7 @@ __all__ = [
 ]
 
 # Where the names above are, those modules first that import least.
-_PLACES = ('layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
+_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import Views, convert, revert, rot_pools, views
 from rotp_vision.surgery.classes import CONVERTED, changes_of, recorded_arguments
-from rotp_vision.surgery.convert import name_for_timm, recipe
+from rotp_vision.surgery.convert import name_for_timm, new_pools, recipe
 from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.freeze import classifiers
 
@@ -213,7 +213,15 @@ def save_pretrained(
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
     inner = model.model if isinstance(model, Views) else model
-    if not rot_pools(inner):
+    pools = rot_pools(inner)
+    undescribed = [path for path in new_pools(inner) if path not in pools]
+    if undescribed:
+        raise ValueError(
+            f'{", ".join(undescribed)} is a pool of your own, which config.json cannot describe. Save the state dict, '
+            'safetensors.torch.save_model(model, file); to load it, build the network, convert(model, pool) as before, '
+            'and safetensors.torch.load_model(model, file)'
+        )
+    if not pools:
         raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {})
     base = base or changes_of(inner).architecture or cfg.get('architecture')

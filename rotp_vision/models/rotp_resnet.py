@@ -92,8 +92,8 @@ class ROTPResNet(ResNet):
 
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""
-        pools = [(name, module) for name, module in self.named_modules() if hasattr(module, 'log_plan')]
-        return {f'{name}.{key}' for name, module in pools for key in module.no_weight_decay()}
+        pools = [(name, module) for name, module in self.named_modules() if isinstance(module, ROTPool)]
+        return {f'{name}.{key}' for name, pool in pools for key in pool.no_weight_decay()}
 
 
 _LAYERS = {
