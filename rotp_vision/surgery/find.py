@@ -219,7 +219,8 @@ def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout
 
 def _module_pool(call: Call) -> FoundPool:
     if isinstance(call.module, NewPool):
-        reason = 'it is a new pool already; revert(model) first if convert put it there'
+        kind = 'a ROT pool' if isinstance(call.module, ROTPool) else 'a converted pool'
+        reason = f'it is {kind} already; revert(model) first if convert put it there'
         layout, reduction, flat = '', 'other', True
     else:
         layout, reduction, flat = _probe(call.run, call.input_shape)
