@@ -106,7 +106,7 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
 def images_of(source: object) -> object:
     """A value that changes when images are added, removed or modified; None if that cannot be known."""
     if isinstance(source, PartSource):
-        return [_images_of(source.whole), hashlib.sha256(source.indices.tobytes()).hexdigest()]
+        return [images_of(source.whole), hashlib.sha256(source.indices.tobytes()).hexdigest()]
     if isinstance(source, FolderSource):
         digest = hashlib.sha256()
         for file in source.files:
