@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow.parquet
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
 from rotp_vision.evaluation import ImageFiles
@@ -20,7 +21,8 @@ from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery.head import GlobalPool
 from rotp_vision.training.cache import fingerprint, images_of, is_whole, labels_file, shard_file, write_shard
 from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Batch, Shard, Transform, ValImages, chosen_loader
+from rotp_vision.training.data import Batch, Shard
+from rotp_vision.training.processes import iterate
 from rotp_vision.training.sources import FolderSource, HubSource
 
 FOLDER = 'folder'  # the one thing that images of a folder can be grouped by
@@ -93,7 +95,7 @@ def cached_maps(
     model: nn.Module,
     pool: GlobalPool,
     images: LabelledImages,
-    transform: Transform,
+    transform: Callable[[Any], Tensor],
     image_shape: tuple[int, ...],
     directory: Path,
     *,
@@ -121,7 +123,7 @@ def cached_maps(
         model(batch.to(device))
         return _as_kept(pool, seen.pop())
 
-    dataset = ValImages(images.source, transform, torch.zeros(image_shape))
+    dataset = _Prepared(images.source, transform, torch.zeros(image_shape))
     num_images = len(dataset)
     identity = [type(model).__name__, str(transform), images.identity]
     place = directory / fingerprint(model, DataConfig(), 0, 0, identity)
@@ -137,7 +139,12 @@ def cached_maps(
     try:
         example = compute(torch.zeros(1, *image_shape))
         _check_disk(place, 2 * example.numel() * left)
-        batches = chosen_loader(dataset, DataConfig(workers=workers), [rows for k in missing for rows in batches_of[k]])
+        rows = [part for k in missing for part in batches_of[k]]
+        # With its own generator the loader does not draw its base seed from the random state of the process.
+        loader = DataLoader(
+            dataset, batch_sampler=rows, collate_fn=_collate, num_workers=workers, generator=torch.Generator()
+        )
+        batches = iterate(loader)
         with tqdm(
             None, 'computing maps', num_images, unit='image', initial=num_images - left, disable=not progress
         ) as bar:
@@ -153,6 +160,27 @@ def cached_maps(
         readable[k::num_shards] = torch.from_numpy(np.load(labels_file(file)) >= 0)
     _refuse_unreadable(images.source, (~readable).nonzero().flatten().tolist())
     return maps
+
+
+class _Prepared(Dataset):
+    """Prepared images and whether they could be read: 0, or -1 for a filler in place of one that could not."""
+
+    def __init__(self, source: FolderSource | HubSource, transform: Callable[[Any], Tensor], filler: Tensor):
+        self.source, self.transform, self.filler = source, transform, filler
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            return self.transform(self.source.read(index)[0]), 0
+        except UnreadableImage:
+            return self.filler, -1
+
+
+def _collate(samples: list[tuple[Tensor, int]]) -> Batch:
+    images, readable = default_collate(samples)
+    return Batch(images, readable, [])
 
 
 def _as_kept(pool: GlobalPool, x: Tensor) -> Tensor:
