@@ -28,7 +28,12 @@ from tests.test_packaging import PROJECT
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(ROOT / 'docs').glob('*.md')])
 # Small networks in place of the large ones that a page names.
-SMALL = {'resnet50': 'test_resnet', 'vit_tiny_patch16_224': 'test_vit'}
+SMALL = {
+    'resnet50': 'test_resnet',
+    'tf_efficientnet_lite0': 'test_efficientnet',
+    'vit_tiny_patch16_224': 'test_vit',
+}
+SIDES = {'views.md': 384}  # of the images of `loader`, where it matters
 
 
 class Block(NamedTuple):
@@ -82,7 +87,8 @@ def test_pages_have_blocks():
 
 @pytest.mark.parametrize('page', [page for page in PAGES if any(b.language == 'python' for b in blocks(page))], ids=ids)
 def test_python_runs(page, place):
-    names = {'loader': [(torch.rand(4, 3, 64, 64), torch.arange(4) + 4 * i) for i in range(2)]}
+    side = SIDES.get(page.name, 64)
+    names = {'loader': [(torch.rand(4, 3, side, side), torch.arange(4) + 4 * i) for i in range(2)]}
     for block in blocks(page):
         if block.language == 'python' and not block.reason:
             code = re.sub(r"'(\w+)'", lambda quoted: f"'{SMALL.get(quoted[1], quoted[1])}'", block.code)
