@@ -356,7 +356,7 @@ def channel_scale(scales: Sequence[float] = (0.01, 0.1, 1.0, 10.0, 100.0)) -> Ro
         options = {'solver': 'sinkhorn', 'view': view, 'smoothness': 4.0, 'feature_penalty': 1.0, 'sample_penalty': 1.0}
         layer = ROTSetPool(options).double()
         with torch.inference_mode():
-            share = layer.log_plan(x).softmax(2)
+            share = layer.solve_sets(x).softmax(2)
             inflation = layer.pool_sets(x) / x.mean(2)
         effective = torch.special.entr(share).sum(2).exp()
         for i, scale in enumerate(scales):

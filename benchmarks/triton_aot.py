@@ -3,7 +3,7 @@
     python -m benchmarks.triton_aot [--targets sm_80 gfx942] [--quick] [--output benchmarks/TRITON.md]
 
 Registers, spilled bytes and shared memory are those of the compiled kernel (`cuobjdump` of the triton wheel for NVIDIA,
-the metadata of the code object for AMD). Launches and bytes are counted, not measured: nothing here says how fast a
+the metadata of the code object for AMD). `benchmarks.launches` counts launches and bytes; nothing here says how fast a
 kernel is. Spills on NVIDIA are an error.
 """
 
@@ -169,28 +169,6 @@ def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
     return used['REG'], used['STACK'] + used['LOCAL'], binary.metadata.shared
 
 
-def traffic() -> Iterator[str]:
-    """Lines of the tables of launches and bytes per element of X, where features and plan's view are one.
-
-    Every launch for sets reads X; the last of backward writes its gradient. Windows are read tap by tap, of which a
-    cache may serve some; their gradients are written tap by tap and read again by the gather, if windows overlap, and
-    else written where they belong, upon zeros. The vectors are a few per cent of that, but for small C.
-    """
-    yield 'Launches, and bytes read and written per element of X in float32, counted:\n'
-    yield '| solver | forward: launches | bytes | backward: launches | bytes |'
-    yield '| --- | --- | --- | --- | --- |'
-    for name, launches in (('badmm-e, badmm-q, T = 4', 4), ('T = 8', 8), ('sinkhorn, K = 4', 5)):
-        yield f'| {name} | {launches} | {4 * launches} | {launches} + 2 small sums | {4 * (launches + 1)} |'
-    for size, stride, vectors in ((3, 2, 3), (3, 1, 3), (2, 2, 3)):
-        windows = 1 / stride**2  # per pixel
-        taps, saved = size**2 * windows, vectors * size**2 * windows / 64
-        overlap = size > stride
-        forward, backward = taps + windows + saved, taps + windows + saved + (2 * taps + 1 if overlap else taps + 1)
-        name = f'local {size}×{size} stride {stride}, C = 64, T = 4'
-        launches = '2 per chunk of images' if overlap else '1 + zeros'
-        yield f'| {name} | 1 | {4 * forward:.1f} | {launches} + 1 small sum | {4 * backward:.1f} |'
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=list(TARGETS))
@@ -218,7 +196,6 @@ def main() -> None:
                 spilling.append(row)
             of_kernel = most.setdefault((kernel.name, kernel.tile), {})
             of_kernel[target] = tuple(map(max, used, of_kernel.get(target, used)))
-    print('\n' + '\n'.join(traffic()))
     if args.output is not None:
         write(args.output, args.targets, most)
     if spilling:
@@ -237,7 +214,7 @@ def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, 
     ]
     for (name, tile), used in most.items():
         lines.append(f'| {name} | {tile} | {" | ".join(", ".join(map(str, used[target])) for target in targets)} |')
-    write_atomically(path, '\n'.join([*lines, '', *traffic()]) + '\n')
+    write_atomically(path, '\n'.join(lines) + '\n')
 
 
 if __name__ == '__main__':

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rotp_vision.calibration import Calibration, calibrate
-    from rotp_vision.hub import load_pretrained, read_state_dict, save_pretrained
+    from rotp_vision.core import register_solver
+    from rotp_vision.hub import load_pretrained, push_to_hub, read_state_dict, save_pretrained
     from rotp_vision.layers import (
+        MAX_POOL,
+        MEAN_POOL,
         GlobalROTPool2d,
         LocalROTPool2d,
         MixedROTPool2d,
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
         pool_options,
     )
     from rotp_vision.models import ROTPResNet
-    from rotp_vision.probing import ProbeResult, fit_probe
+    from rotp_vision.probing import ProbeResult, fit_probe, probe
     from rotp_vision.surgery import (
         FoundPool,
         convert,
@@ -41,6 +44,8 @@ if TYPE_CHECKING:
 __version__ = '0.2.0'
 
 __all__ = [
+    'MAX_POOL',
+    'MEAN_POOL',
     'Calibration',
     'FoundPool',
     'GlobalROTPool2d',
@@ -61,7 +66,10 @@ __all__ = [
     'freeze',
     'load_pretrained',
     'pool_options',
+    'probe',
+    'push_to_hub',
     'read_state_dict',
+    'register_solver',
     'revert',
     'rot_pools',
     'save_pretrained',
@@ -69,7 +77,7 @@ __all__ = [
 ]
 
 # Where the names above are, those modules first that import least.
-_PLACES = ('layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
+_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import SOLVERS, Backend, SolverName, backend_lacks
+from rotp_vision.core import SOLVERS, Backend, backend_lacks
 from rotp_vision.core.solver import OVERRIDE
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
@@ -155,7 +155,7 @@ def _network_step(device: torch.device, args: argparse.Namespace) -> float:
     return statistics.median(_time_on_gpu(step) for _ in range(args.repeats))
 
 
-def _pool(solver: SolverName, backend: Backend, local: bool) -> nn.Module:
+def _pool(solver: str, backend: Backend, local: bool) -> nn.Module:
     options = pool_options(solver, backend=backend)
     return LocalROTPool2d(options, **WINDOWS) if local else GlobalROTPool2d(options)
 

@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | visualize | bench | train."""
+"""The command line: rotp-vision convert | inspect | revert | verify | probe | visualize | bench | train."""
 
 import argparse
 import ast
@@ -27,9 +27,11 @@ from rotp_vision.hub import (
     num_classes_of,
     read_state_dict,
     save_pretrained,
+    shortened,
     write_state_dict,
 )
 from rotp_vision.layers import pool_options
+from rotp_vision.probing import probe
 from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
 from rotp_vision.tables import text_table
 from rotp_vision.training.script import train
@@ -95,13 +97,35 @@ def _parser() -> argparse.ArgumentParser:
     _add_loading(command)
     command.set_defaults(run=_verify)
 
+    command = commands.add_parser('probe', help='fit a classifier of your own images, with the pooling that suits them')
+    _add_source(command)
+    command.add_argument('--data', required=True, help='folder of class folders with images, or a parquet file of them')
+    command.add_argument(
+        '--group-by', metavar='COLUMN', help="keep images together that have this in common; of a folder: 'folder'"
+    )
+    command.add_argument('--label', default='label', metavar='COLUMN', help='classes in a parquet file')
+    command.add_argument('--image-size', type=int, help='side of the images, if not the default')
+    command.add_argument(
+        '--train', action='store_true', help='then train pooling and classifier together, if that helps'
+    )
+    command.add_argument('--folds', type=int, default=5, help='of the cross-validation')
+    command.add_argument(
+        '--output', required=True, help='directory to write (model.safetensors, config.json, probe.md)'
+    )
+    command.add_argument(
+        '--cache', metavar='DIRECTORY', help='keep the maps here; by default they are removed at the end'
+    )
+    command.add_argument('--force', action='store_true', help='overwrite an existing output')
+    _add_loading(command)
+    command.set_defaults(run=_probe)
+
     command = commands.add_parser('visualize', help='draw the weight of each place, and what it contributes to a class')
     command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
     command.add_argument('--images', required=True, nargs='+', help='image files, or folders of them')
     command.add_argument(
         '--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one'
     )
-    command.add_argument('--limit', type=int, default=16, help='draw only so many images of each folder')
+    command.add_argument('--limit', type=int, default=16, help='draw only so many of each folder, of every class')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
 
@@ -182,8 +206,8 @@ def _convert(args: argparse.Namespace):
     if args.image_size is not None and not args.calibrate:
         raise ValueError('--image-size goes with --calibrate')
     model = _load(args)
-    weights = args.checkpoint or args.pretrained or args.model.startswith('hf-hub:') or Path(args.model).is_dir()
-    if bool(weights) == args.random_weights:
+    weights = _has_weights(args)
+    if weights == args.random_weights:
         raise ValueError(
             f'{args.model} comes with weights: leave --random-weights out'
             if weights
@@ -199,14 +223,51 @@ def _convert(args: argparse.Namespace):
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
         shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
         print(f'\n{calibrate(model, shuffled, metric=args.metric)}')
-    if Path(args.model).is_dir():
-        base, arguments = native_of(args.model)
-    else:
-        base = args.model if not args.model.startswith('hf-hub:') else None
-        arguments = _model_kwargs(args)
+    base, arguments = _native(args)
     directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
+    _print_written(directory)
+
+
+def _has_weights(args: argparse.Namespace) -> bool:
+    return bool(args.checkpoint or args.pretrained or args.model.startswith('hf-hub:') or Path(args.model).is_dir())
+
+
+def _native(args: argparse.Namespace) -> tuple[str | None, dict[str, Any]]:
+    """`base` and `model_args` for `save_pretrained`."""
+    if Path(args.model).is_dir():
+        return native_of(args.model)
+    return args.model if not args.model.startswith('hf-hub:') else None, _model_kwargs(args)
+
+
+def _print_written(directory: str | Path):
     print(f"\nwrote {directory}; load it by\n  rotp_vision.load_pretrained('{directory}')")
     print(f"  timm.create_model('local-dir:{directory}', pretrained=True)  # after import rotp_vision")
+
+
+def _probe(args: argparse.Namespace):
+    _check_output(args)
+    if not _has_weights(args):
+        raise ValueError(f'{args.model} alone has random weights: give --checkpoint or --pretrained')
+    base, arguments = _native(args)
+    arguments.pop('num_classes', None)
+    result = probe(
+        _load(args).to(args.device),
+        args.data,
+        args.output,
+        group_by=args.group_by,
+        label=args.label,
+        image_size=args.image_size,
+        num_folds=args.folds,
+        train=args.train,
+        cache=args.cache,
+        base=base,
+        model_args=arguments,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        force=args.force,
+    )
+    print(f'\n{result}')
+    _print_written(args.output)
 
 
 # Constants that JSON and YAML spell differently from Python.
@@ -233,9 +294,7 @@ def _inspect(args: argparse.Namespace):
         for path, pool in pools.items():
             print(f'\n{path}: {pool.extra_repr()}')
             for name, value in pool.named_weights().items():
-                values = value.flatten().tolist()
-                shown = ', '.join(f'{v:.4g}' for v in values[:8]) + (f', … ({len(values)})' if len(values) > 8 else '')
-                print(f'  {name:16} {shown}')
+                print(f'  {name:16} {shortened(value)}')
         return
     rows = [('path', 'kind', 'input', 'pools now', 'can be replaced')]
     for pool in find_pools(model):

@@ -233,10 +233,10 @@ def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
         maps: its input.
     """
     if isinstance(pool, MapPool):
-        sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
+        sets, log_plan = pool.sets(maps), pool.sets(pool.log_plan(maps))
     else:
         sets = maps.transpose(1, 2)
-        log_plan = pool.log_plan(sets)
+        log_plan = pool.solve_sets(sets)
     weights = log_plan.softmax(2)
     pooled = (sets.to(weights.dtype) * weights).sum(2).abs() + torch.finfo(weights.dtype).tiny
     share = pooled / pooled.sum(1, keepdim=True)

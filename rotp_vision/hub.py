@@ -1,4 +1,4 @@
-"""Saving converted models in timm's format, and loading them in one line."""
+"""Saving converted models in timm's format, publishing them, and loading them in one line."""
 
 import difflib
 import inspect
@@ -9,16 +9,16 @@ import tempfile
 import textwrap
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
 import torchvision
+from huggingface_hub import HfApi, ModelCardData, snapshot_download
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from timm.models import load_state_dict
 from timm.models._builder import load_pretrained as load_weights
 from timm.models._builder import resolve_pretrained_cfg
@@ -29,12 +29,15 @@ from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import Views, convert, revert, rot_pools, views
+from rotp_vision.surgery.classes import CONVERTED, changes_of, recorded_arguments
+from rotp_vision.surgery.convert import name_for_timm, new_pools, recipe
 from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.freeze import classifiers
 
-__all__ = ['load_pretrained', 'read_state_dict', 'save_pretrained']
+__all__ = ['load_pretrained', 'push_to_hub', 'read_state_dict', 'save_pretrained']
 
-TORCHVISION = 'torchvision:'
+TORCHVISION, HUB = 'torchvision:', 'hf-hub:'
+Base = str | Callable[..., nn.Module]
 _PREPROCESSING = ('input_size', 'interpolation', 'crop_pct', 'crop_mode', 'mean', 'std')
 
 
@@ -73,7 +76,10 @@ def refuse_foreign(name: str, arguments: Mapping[str, Any]):
     except (ValueError, KeyError, AttributeError, RuntimeError):
         builder = None
     if builder is None:
-        raise ValueError(f'config.json must name a network of timm or torchvision, got {name!r}')
+        raise ValueError(
+            f'config.json must name a network of timm or torchvision, got {name!r}; if that is your own network, give '
+            'it: rotp_vision.load_pretrained(directory, base=YourNetwork)'
+        )
     module = sys.modules[builder.__module__]
     classes = [
         value
@@ -163,25 +169,34 @@ def save_pretrained(
     model: nn.Module,
     directory: str | Path,
     *,
-    base: str | None = None,
+    base: Base | None = None,
     model_args: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    license: str | None = None,
     force: bool = False,
 ) -> Path:
-    """Write a converted model as `model.safetensors` and `config.json`, from which one line loads it.
+    """Write a model with ROT pools as `model.safetensors`, `config.json` and a model card, `README.md`.
 
-        model = timm.create_model('local-dir:directory', pretrained=True)      # after import rotp_vision
-        model = rotp_vision.load_pretrained('directory')                       # the same
+        model = rotp_vision.load_pretrained('directory')
+        model = timm.create_model('local-dir:directory', pretrained=True)      # the same, after import rotp_vision
+
+    Your own network is saved and loaded with the function or class that builds it; nothing but your call imports it:
+
+        rotp_vision.save_pretrained(model, 'directory', base=MyNetwork, model_args={'width': 64})
+        model = rotp_vision.load_pretrained('directory', base=MyNetwork)
 
     The directory is written completely or not at all. Before that, the network is built as `load_pretrained` will
     build it, without weights, and a warning names a layer that differs (stride, dropout, …); pass `model_args` then.
 
     Args:
-        model: a converted model, a `ROTPResNet`, or either with `views`.
+        model: a converted model, a `ROTPResNet`, either with `views`, or your own network with ROT pools.
         directory: the directory to write; it must not exist unless `force`.
-        base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'. By default the
-            architecture in the `pretrained_cfg` of a timm model.
-        model_args: further arguments that `timm.create_model` was given for the native network (in_chans, …).
-        force: whether to replace these two files if the directory exists; its other files stay.
+        base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'; or what builds your
+            own network, with its pools or without them. By default the architecture of a timm model.
+        model_args: further arguments that the native network was built with, beside those that timm recorded.
+        metrics: names and values for the model card.
+        license: licence of these weights for the model card; its text names the one that timm records for the base.
+        force: whether to replace these files if the directory exists; its other files stay.
 
     Raises:
         ValueError: if the directory exists, or if the weights would not fit the network built from `config.json`.
@@ -199,49 +214,53 @@ def save_pretrained(
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
     inner = model.model if isinstance(model, Views) else model
     pools = rot_pools(inner)
+    undescribed = [path for path in new_pools(inner) if path not in pools]
+    if undescribed:
+        raise ValueError(
+            f'{", ".join(undescribed)} is a pool of your own, which config.json cannot describe. Save the state dict, '
+            'safetensors.torch.save_model(model, file); to load it, build the network, convert(model, pool) as before, '
+            'and safetensors.torch.load_model(model, file)'
+        )
     if not pools:
         raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
     cfg = dict(getattr(model, 'pretrained_cfg', None) or {})
-    base = base or cfg.get('architecture')
+    base = base or changes_of(inner).architecture or cfg.get('architecture')
     if base is None:
-        raise ValueError("base must name the native network (as timm does, or 'torchvision:…'), got None")
-    native_args = dict(model_args or {})
-    channels = image_channels(inner)
+        raise ValueError(
+            "base must name the native network (as timm does, or 'torchvision:…'), or be what builds your own, got None"
+        )
+    own = base if callable(base) else None
+    name = f'{own.__module__}:{own.__qualname__}' if own else str(base)
+    native_args = {**recorded_arguments(inner), **(model_args or {})}
+    channels = None if own else image_channels(inner)
     other_images = channels not in (None, 3)
     if other_images:
         native_args.setdefault('in_chans', channels)
-    if isinstance(inner, ROTPResNet):
-        architecture = base
-        # All of the options, because the variant would fill in those that are left out.
-        arguments = native_args | {
-            name: asdict(pools[path].options)
-            for name, path in (('rotp', 'global_pool'), ('rotp_stem', 'maxpool'))
-            if path in pools
-        }
-        if 'global_pool' not in pools:
+    if isinstance(inner, ROTPResNet) and not own:
+        architecture, arguments = name, native_args | inner.pool_arguments()
+        if 'rotp' not in arguments:
             arguments['global_pool'] = inner.global_pool.pool_type
     else:
-        architecture = 'rotp_converted'
-        options = {path: pool.options.to_dict() for path, pool in pools.items()}
-        arguments = {'base': base, 'base_args': native_args, 'pools': options}
-        folded = [path for path, pool in pools.items() if pool.gain_folded]
-        if folded:
-            arguments['folded'] = folded
+        architecture, arguments = CONVERTED, recipe(inner, name, native_args)
     if isinstance(model, Views):
-        if architecture != 'rotp_converted':
-            architecture, arguments = 'rotp_converted', {'base': base, 'base_args': arguments, 'pools': {}}
+        if architecture != CONVERTED:
+            architecture, arguments = CONVERTED, {'base': name, 'base_args': arguments, 'pools': {}}
         arguments['sizes'] = list(model.sizes)
     num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
+    try:
+        json.dumps(arguments)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'model_args must hold plain values, which JSON can write: {error}') from error
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f'.{target.name}.') as workplace:
         made = Path(workplace) / 'made'
         made.mkdir()
-        if cfg and not base.startswith(TORCHVISION):
-            save_config_for_hf(model, made / 'config.json', model_config=config, model_args=arguments)  # pyright: ignore
+        if cfg and not own and not name.startswith(TORCHVISION):
+            save_config_for_hf(model, made / 'config.json', model_config=config)  # pyright: ignore
             written = json.loads((made / 'config.json').read_text())
-            # timm 1.0.31 adds arguments that it has recorded, the name of the pool among them, which do not apply.
-            written['model_args'] = arguments
+            # timm adds arguments that it has recorded, the name of the pool among them, which do not apply.
+            written |= {'architecture': architecture, 'model_args': arguments}
             if other_images:
                 # The weights have this number of channels already, so timm must not adapt the first convolution.
                 written['pretrained_cfg']['first_conv'] = None
@@ -250,8 +269,9 @@ def save_pretrained(
             seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
             config['pretrained_cfg'] = seen | {'num_classes': num_classes, 'classifier': None, 'first_conv': None}
             (made / 'config.json').write_text(json.dumps(config, indent=2))
-        _compare_with_loaded(model, made)
+        _compare_with_loaded(model, made, own)
         _write_weights(model, made / 'model.safetensors')
+        (made / 'README.md').write_text(model_card(model, made, str(target), metrics, license), encoding='utf-8')
         for file in made.iterdir():
             force_to_disk(file)
         old = Path(workplace) / 'old'
@@ -264,11 +284,111 @@ def save_pretrained(
     return target
 
 
-def _compare_with_loaded(model: nn.Module, directory: Path):
+def push_to_hub(
+    model: nn.Module,
+    repo_id: str,
+    *,
+    base: Base | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    license: str | None = None,
+    private: bool = False,
+    token: str | None = None,
+) -> str:
+    """Publish a model on the Hugging Face Hub, as `save_pretrained` writes it; returns the address of the commit.
+
+        model = rotp_vision.load_pretrained('hf-hub:me/my-model')
+        model = timm.create_model('hf-hub:me/my-model', pretrained=True)       # the same, after import rotp_vision
+
+    Args:
+        model, base, model_args, metrics, license: as `save_pretrained` takes them.
+        repo_id: 'owner/name'; the repository is made if it does not exist.
+        private: whether a new repository is private.
+        token: an access token, if not the one of `hf auth login`.
+
+    Example:
+        >>> import rotp_vision
+        >>> rotp_vision.push_to_hub(model, 'me/resnet50-rotp', metrics={'top-1 %': 76.1})  # doctest: +SKIP
+    """
+    with tempfile.TemporaryDirectory() as workplace:
+        directory = save_pretrained(model, Path(workplace) / 'model', base=base, model_args=model_args)
+        api = HfApi(token=token, library_name='rotp_vision')
+        repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        card = model_card(model, directory, f'{HUB}{repository}', metrics, license)
+        (directory / 'README.md').write_text(card, encoding='utf-8')
+        return str(api.upload_folder(repo_id=repository, folder_path=directory, commit_message='Add model'))
+
+
+def model_card(
+    model: nn.Module, directory: Path, place: str, metrics: Mapping[str, Any] | None, license: str | None
+) -> str:
+    """The README.md of a saved model: what it is, how to load it, its pooling, its scores and the licence.
+
+    Args:
+        model: the model.
+        directory: where its config.json is.
+        place: what `load_pretrained` will be given.
+        metrics, license: as `save_pretrained` takes them.
+    """
+    base, _ = native_of(directory)
+    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    data = ModelCardData(license=license, library_name='rotp_vision', tags=['image-classification', 'rotp_vision'])
+    network = base.rpartition(':')[2]
+    code = ['import rotp_vision', '', f"model = rotp_vision.load_pretrained('{place}')"]
+    if _is_own(base):
+        code[-1] = f"model = rotp_vision.load_pretrained('{place}', base={network})  # {base}"
+    else:
+        source = place if place.startswith(HUB) else f'local-dir:{place}'
+        code[0] = 'import timm, rotp_vision'
+        code += [f"model = timm.create_model('{source}', pretrained=True)  # the same"]
+    lines = ['---', data.to_yaml(), '---', '', f'# {network} with ROT pooling', '']
+    lines += [
+        f'The network `{base}` with regularized optimal transport pooling. It needs the package rotp_vision: without',
+        'it timm knows no such model ("Unknown model").',
+        '',
+        '```bash',
+        'pip install rotp_vision',
+        '```',
+        '',
+        '```python',
+        *code,
+        '```',
+        '',
+        '## Pooling',
+        '',
+    ]
+    for path, pool in rot_pools(model).items():
+        options = ', '.join(f'{name} = {value}' for name, value in pool.options.to_dict().items()) or 'the recommended'
+        lines += [f'`{path}` is `{type(pool).__name__}`, {pool.options.solver}; options: {options}.', '']
+        lines += ['| weight | value |', '| --- | --- |']
+        lines += [f'| {name} | {shortened(value)} |' for name, value in pool.named_weights().items()]
+        lines += ['']
+    if metrics:
+        lines += ['## Scores', '', '| metric | value |', '| --- | --- |']
+        lines += [f'| {name} | {value} |' for name, value in metrics.items()]
+        lines += ['']
+    origin = cfg.get('hf_hub_id') or cfg.get('origin_url') or cfg.get('url') or base
+    if license:
+        terms = f'These weights: {license}.'
+    elif cfg.get('license'):
+        terms = f'timm records the licence {cfg["license"]} for the weights of {origin}; it holds if these began there.'
+    else:
+        terms = 'No licence of the weights is recorded.'
+    lines += ['## Licence', '', terms, '']
+    return '\n'.join(lines)
+
+
+def shortened(value: torch.Tensor, limit: int = 8) -> str:
+    """The numbers of a weight as text, the first few if there are many."""
+    values = value.flatten().tolist()
+    return ', '.join(f'{v:.4g}' for v in values[:limit]) + (f', … ({len(values)})' if len(values) > limit else '')
+
+
+def _compare_with_loaded(model: nn.Module, directory: Path, own: Callable[..., nn.Module] | None):
     """Raise if the weights would not fit the network that is loaded, and warn if that one has other layers."""
     advice = 'pass the arguments that it was created with as model_args'
     try:
-        loaded = _built_without_weights(directory)
+        loaded = _built_without_weights(directory, own)
     except Exception as error:  # of the network's own making
         raise ValueError(
             f'load_pretrained could not build this network ({type(error).__name__}: {error}); {advice}'
@@ -284,16 +404,45 @@ def _compare_with_loaded(model: nn.Module, directory: Path):
         warnings.warn(f'load_pretrained will build another network ({difference}); {advice}', stacklevel=3)
 
 
-def _built_without_weights(directory: Path) -> nn.Module:
+def _built_without_weights(directory: Path, own: Callable[..., nn.Module] | None) -> nn.Module:
     """The network of a config, on the meta device unless it reads values while it is built."""
-    name = f'local-dir:{directory}'
+
+    def built() -> nn.Module:
+        return timm.create_model(f'local-dir:{directory}') if own is None else _build_own(directory, own)
+
     with warnings.catch_warnings(), torch.random.fork_rng([]):
         warnings.simplefilter('ignore')
         try:
             with torch.device('meta'):
-                return timm.create_model(name)
+                return built()
         except Exception:
-            return timm.create_model(name)
+            return built()
+
+
+def _build_own(directory: Path, base: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    """A network of the user's own, by the callable that was given for it, with the pools of a config."""
+    config = json.loads((directory / 'config.json').read_text())
+    arguments, (name, _) = config['model_args'], native_of(directory)
+    if not _is_own(name):
+        raise ValueError(f'{directory} holds {name}, a network of timm or torchvision: load it without base')
+    model = base(**(arguments['base_args'] | kwargs))
+    _put_pools(model, arguments['pools'], arguments.get('folded', ()))
+    return model
+
+
+def _is_own(base: str) -> bool:
+    """Whether the name of a native network is that of a callable, 'module:name', not of timm or torchvision."""
+    return ':' in base and not base.startswith(TORCHVISION)
+
+
+def _put_pools(model: nn.Module, pools: Mapping[str, Mapping[str, Any]], folded: Sequence[str]):
+    """Convert the pools of a network that are not ROT pools yet, and mark those whose gain was folded."""
+    there = rot_pools(model)
+    for path, options in pools.items():
+        if path not in there:
+            convert(model, pool_options(options), where=[path])
+    for path in folded:
+        rot_pools(model)[path].gain_folded = True
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -341,8 +490,13 @@ def _write_weights(model: nn.Module, path: Path):
     open_by_umask(path)
 
 
-def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
-    """The model that `save_pretrained` wrote, in eval mode; `kwargs` as `timm.create_model` takes them.
+def load_pretrained(directory: str | Path, *, base: Callable[..., nn.Module] | None = None, **kwargs: Any) -> nn.Module:
+    """The model that `save_pretrained` or `push_to_hub` wrote, in eval mode.
+
+    Args:
+        directory: the directory, or 'hf-hub:owner/name'.
+        base: what builds the network, if it is your own: the callable that it was saved with.
+        kwargs: as `timm.create_model` takes them; with `base`, further arguments of it.
 
     Example:
         >>> import tempfile, timm, rotp_vision
@@ -352,6 +506,10 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
         ...     rotp_vision.load_pretrained(directory).num_classes
         3
     """
+    if str(directory).startswith(HUB):
+        name, _, revision = str(directory).removeprefix(HUB).partition('@')
+        files = ['config.json', 'model.safetensors']
+        directory = snapshot_download(name, revision=revision or None, allow_patterns=files)
     config = Path(directory) / 'config.json'
     if not config.is_file():
         inside = ', '.join(str(found.parent) for found in sorted(Path(directory).glob('*/config.json')))
@@ -363,9 +521,15 @@ def load_pretrained(directory: str | Path, **kwargs: Any) -> nn.Module:
         raise ValueError(f'{config} is not what save_pretrained wrote: {error!r}') from error
     _refuse_pickle(Path(directory))
     try:
-        return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
+        if base is None:
+            return timm.create_model(f'local-dir:{directory}', pretrained=True, **kwargs).eval()
+        model = _build_own(Path(directory), base, **kwargs)
+        state = load_file(Path(directory) / 'model.safetensors')
     except SafetensorError as error:
         raise ValueError(f'the weights in {directory} cannot be read, the file may be incomplete: {error}') from error
+    cure = 'base must build the network that was saved'
+    fit_weights(model, _with_versions(state, model), f'the weights in {directory} do not fit', cure)
+    return model.eval()
 
 
 def _refuse_pickle(directory: Path):
@@ -377,11 +541,11 @@ def _refuse_pickle(directory: Path):
         )
 
 
-def native_of(directory: str | Path) -> tuple[str | None, dict[str, Any]]:
+def native_of(directory: str | Path) -> tuple[str, dict[str, Any]]:
     """`base` and `model_args` with which `save_pretrained` wrote a directory."""
     config = json.loads((Path(directory) / 'config.json').read_text())
     arguments = dict(config['model_args'])
-    if config['architecture'] == 'rotp_converted':
+    if config['architecture'] == CONVERTED:
         return arguments['base'], arguments['base_args']
     return config['architecture'], {key: value for key, value in arguments.items() if not key.startswith('rotp')}
 
@@ -428,10 +592,15 @@ def build_converted(
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     refuse_foreign(base, base_args or {})
-    cfg = resolve_pretrained_cfg('rotp_converted', pretrained_cfg, pretrained_cfg_overlay)
+    unwanted = sorted(set(kwargs) & _OF_LOADING)
+    if unwanted:  # timm passes what stands beside base_args in config.json
+        raise ValueError(f'config.json has arguments that the network {base} does not take: {", ".join(unwanted)}')
+    cfg = resolve_pretrained_cfg(CONVERTED, pretrained_cfg, pretrained_cfg_overlay)
     if pretrained and cfg.source == 'local-dir':
         _refuse_pickle(Path(cfg.file or ''))
-    kwargs.pop('pretrained_model_args', None)  # timm from 1.0.31 on passes those of config.json once more
+    saved_args = kwargs.pop('pretrained_model_args', {})  # those of config.json once more
+    if kwargs.get('global_pool') == saved_args.get('global_pool'):
+        kwargs.pop('global_pool', None)  # the name of the pool as timm records it, not a wish for another one
     arguments = {'num_classes': cfg.num_classes, **(base_args or {}), **kwargs}
     if sizes and ('global_pool' in kwargs or 'features_only' in kwargs):
         raise ValueError('the network pools several views: load it as it is, and use its part `model`')
@@ -454,10 +623,8 @@ def build_converted(
         model = build(base, **arguments)
         if pools is None:
             convert(model)
-        for path, options in (pools or {}).items():
-            convert(model, pool_options(options), where=[path])
-        for path in folded:
-            rot_pools(model)[path].gain_folded = True
+        else:
+            _put_pools(model, pools, folded)
         if sizes:
             model = views(model, sizes)
         if pretrained:
@@ -465,4 +632,6 @@ def build_converted(
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
     # So that saving it again names the native network.
     model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
+    if rot_pools(model) and not isinstance(model, Views):
+        name_for_timm(model)
     return model

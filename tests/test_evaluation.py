@@ -8,8 +8,7 @@ import torch
 
 import rotp_vision
 from rotp_vision.evaluation import counted_places, places_sentence, places_used
-from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
-from rotp_vision.layers.hierarchical_pool import MAX_POOL, MEAN_POOL
+from rotp_vision.layers import MAX_POOL, MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, ROTSetPool
 
 MAPS = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
@@ -26,14 +25,14 @@ def test_places_by_their_definition(layout):
     sets = MAPS.flatten(2)
     if layout == 'NLC':
         pool, maps = ROTSetPool(options).double(), sets.transpose(1, 2)
-        plan = pool.log_plan(sets).detach()
+        plan = pool.solve_sets(sets).detach()
     elif layout == 'mixed':
         pool, maps = MixedROTPool2d([options, MEAN_POOL]).double(), MAPS
-        plan = pool.map_log_plan(maps).detach()
+        plan = pool.sets(pool.log_plan(maps)).detach()
     else:
         pool = GlobalROTPool2d(options, input_fmt=layout).double()
         maps = MAPS if layout == 'NCHW' else MAPS.permute(0, 2, 3, 1)
-        plan = pool.map_log_plan(maps).detach()
+        plan = pool.sets(pool.log_plan(maps)).detach()
     for image, used in enumerate(places_used(pool, maps).tolist()):
         total, parts = 0.0, 0.0
         for d in range(5):

@@ -1,12 +1,15 @@
 import json
 import os
+import sys
 import warnings
 from functools import partial
 
+import huggingface_hub
 import pytest
 import timm
 import torch
 import torchvision
+import yaml
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
 from timm.layers import convert_sync_batchnorm
@@ -14,6 +17,7 @@ from torch import nn
 
 import rotp_vision
 from rotp_vision import PoolOptions, convert, load_pretrained, read_state_dict, save_pretrained
+from tests.hub_stand_in import stand_in
 
 x = torch.linspace(-2, 2, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
 
@@ -31,7 +35,7 @@ def test_a_converted_model_comes_back_in_one_line(tmp_path):
     gray = x[:, :1]
     directory = save_pretrained(model, tmp_path / 'out', model_args={'in_chans': 1})
     assert sorted(os.listdir(tmp_path)) == ['out']
-    assert sorted(os.listdir(directory)) == ['config.json', 'model.safetensors']
+    assert sorted(os.listdir(directory)) == ['README.md', 'config.json', 'model.safetensors']
     assert torch.equal(load_pretrained(directory)(gray), model(gray))
     from_timm = timm.create_model(f'local-dir:{directory}', pretrained=True).eval()
     assert torch.equal(from_timm(gray), model(gray))
@@ -50,7 +54,14 @@ def test_saving_again_what_was_loaded(tmp_path):
         assert torch.equal(twice(x), model(x))
 
 
-@pytest.mark.parametrize('make', [partial(converted, 'resnet18'), partial(timm.create_model, 'resnet18_rotp')])
+def built(name, **kwargs):
+    """A network whose arguments timm does not record."""
+    return timm.model_entrypoint(name)(**kwargs)
+
+
+@pytest.mark.parametrize(
+    'make', [lambda **kwargs: convert(built('resnet18', **kwargs)), partial(built, 'resnet18_rotp')]
+)
 def test_what_would_come_back_as_another_network_is_said(tmp_path, make):
     model = make(output_stride=8).eval()
     with pytest.warns(
@@ -63,11 +74,54 @@ def test_what_would_come_back_as_another_network_is_said(tmp_path, make):
     assert torch.equal(load_pretrained(directory)(x), model(x))
 
 
+@pytest.mark.filterwarnings('error')
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: convert(timm.create_model('test_vit', global_pool='avg', img_size=96, num_classes=3)),
+        lambda: convert(timm.create_model('test_resnet', stem_width=32, in_chans=1, num_classes=3), where='all'),
+        lambda: timm.create_model('resnet18_rotp_local', output_stride=8, rotp=PoolOptions('sinkhorn'), num_classes=3),
+        lambda: load_pretrained(save_pretrained(converted('test_resnet', stem_width=32), 'once')),
+        lambda: convert(rotp_vision.revert(load_pretrained(save_pretrained(converted(in_chans=1), 'once')))),
+        lambda: calibrated(converted()),
+    ],
+)
+@pytest.mark.parametrize('save', [save_pretrained, partial(timm.models.save_for_hf, safe_serialization=True)])
+def test_arguments_and_options_are_saved_by_us_and_by_timm(tmp_path, monkeypatch, make, save):
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    model = make().eval()
+    model.reset_classifier(4)
+    images = torch.randn(2, model.in_chans, 96, 96)
+    save(model, tmp_path / 'out')
+    assert torch.equal(load_pretrained(tmp_path / 'out')(images), model(images))
+    again = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True, num_classes=2)
+    assert again(images).shape == (2, 2)
+    assert {path: pool.options for path, pool in rotp_vision.rot_pools(again).items()} == {
+        path: pool.options for path, pool in rotp_vision.rot_pools(model).items()
+    }
+
+
+def calibrated(model):
+    """As `calibrate` leaves it: other options and weights than those it was converted with."""
+    pool = rotp_vision.rot_pools(model)['global_pool']
+    pool.set_options(PoolOptions(prior='norm', view='log'))
+    pool.set_weights(norm_power=1.5)
+    return rotp_vision.fold_gain(model)
+
+
+def test_a_reverted_model_is_saved_under_its_own_name(tmp_path):
+    model = timm.create_model('test_resnet', num_classes=3, in_chans=1).eval()
+    before = dict(model.pretrained_cfg), dict(model._model_args), type(model)
+    rotp_vision.revert(convert(model))
+    assert (dict(model.pretrained_cfg), dict(model._model_args), type(model)) == before
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path):
-    tokens = convert(timm.create_model('test_vit', global_pool='avg', num_classes=3))
+    tokens = convert(built('test_vit', global_pool='avg', num_classes=3))
     with pytest.raises(ValueError, match=r'could not build this network \(ValueError: .*model_args'):
         save_pretrained(tokens, tmp_path / 'out')
-    wide = convert(timm.create_model('test_resnet', stem_width=32))
+    wide = convert(built('test_resnet', stem_width=32))
     with pytest.raises(ValueError, match=r'conv1\.0\.weight is \(32, .*\) here and would be \(16, .* model_args'):
         save_pretrained(wide, tmp_path / 'out')
     assert os.listdir(tmp_path) == []
@@ -144,7 +198,7 @@ def test_other_files_of_a_directory_stay(tmp_path):
     (directory / 'notes').mkdir()
     (directory / 'notes' / 'README.md').write_text('mine')
     save_pretrained(converted(), directory, force=True)
-    assert sorted(os.listdir(directory)) == ['config.json', 'model.safetensors', 'notes']
+    assert sorted(os.listdir(directory)) == ['README.md', 'config.json', 'model.safetensors', 'notes']
     assert (directory / 'notes' / 'README.md').read_text() == 'mine'
 
 
@@ -244,3 +298,129 @@ def test_what_is_damaged_is_said(tmp_path):
         config.write_text(text)
         with pytest.raises(ValueError, match='is not what save_pretrained wrote'):
             load_pretrained(directory)
+
+
+# A network of the user's own
+
+
+class Own(nn.Module):
+    """Neither timm's nor torchvision's; it pools by a module."""
+
+    def __init__(self, width=8, num_classes=3):
+        super().__init__()
+        self.body = nn.Conv2d(3, width, 3, stride=2)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.classifier = nn.Linear(width, num_classes)
+
+    def forward(self, images):
+        return self.classifier(self.pool(self.body(images)).flatten(1))
+
+
+class WithPool(Own):
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.pool = rotp_vision.GlobalROTPool2d({'view': 'log'}, width)
+
+
+@pytest.mark.parametrize('make', [lambda **kwargs: convert(Own(**kwargs), 'sinkhorn'), WithPool])
+def test_an_own_network_comes_back_through_the_callable_that_builds_it(tmp_path, make):
+    base = WithPool if make is WithPool else Own
+    model = make(width=5).eval()
+    rotp_vision.rot_pools(model)['pool'].set_weights(smoothness=2.0, gain=1.5)
+    save_pretrained(model, tmp_path / 'out', base=base, model_args={'width': 5})
+    assert torch.equal(load_pretrained(tmp_path / 'out', base=base)(x), model(x))
+    assert f'base={base.__name__})  # tests.test_hub:{base.__name__}' in (tmp_path / 'out' / 'README.md').read_text()
+    for load in (load_pretrained, lambda path: timm.create_model(f'local-dir:{path}', pretrained=True)):
+        with pytest.raises(ValueError, match=r'your own network, give it: .*base=YourNetwork'):
+            load(tmp_path / 'out')
+    with pytest.raises(ValueError, match='do not fit'):
+        load_pretrained(tmp_path / 'out', base=base, width=6)
+
+
+def test_errors_of_own_networks(tmp_path):
+    with pytest.raises(ValueError, match=r'body\.weight is \(5, .* here and would be \(8, .* model_args'):
+        save_pretrained(convert(Own(5)), tmp_path / 'out', base=Own)
+    with pytest.raises(ValueError, match='model_args must hold plain values'):
+        save_pretrained(convert(Own()), tmp_path / 'out', base=Own, model_args={'width': object()})
+    directory = save_pretrained(converted(), tmp_path / 'timm')
+    with pytest.raises(ValueError, match=r'holds test_efficientnet, .*: load it without base'):
+        load_pretrained(directory, base=Own)
+
+
+def test_loading_an_own_network_imports_nothing(tmp_path):
+    directory = save_pretrained(convert(Own()), tmp_path / 'out', base=Own)
+    config = json.loads((directory / 'config.json').read_text())
+    config['model_args']['base'] = 'antigravity:fly'
+    (directory / 'config.json').write_text(json.dumps(config))
+    with pytest.raises(ValueError, match='antigravity:fly'):
+        load_pretrained(directory)
+    assert load_pretrained(directory, base=Own)
+    assert 'antigravity' not in sys.modules
+
+
+# The model card
+
+
+def test_the_card_says_what_it_is_and_what_it_needs(tmp_path):
+    model = converted()
+    model.pretrained_cfg |= {'license': 'cc-by-4.0', 'hf_hub_id': 'timm/test'}
+    text = (save_pretrained(model, tmp_path / 'out', metrics={'top-1 %': 76.1}) / 'README.md').read_text()
+    front = yaml.safe_load(text.split('---')[1])
+    assert front == {'library_name': 'rotp_vision', 'tags': ['image-classification', 'rotp_vision']}
+    assert 'needs the package rotp_vision' in text
+    assert f"rotp_vision.load_pretrained('{tmp_path / 'out'}')" in text
+    assert '| smoothness | 3, 3, 3, 3 |' in text
+    assert '| gain | 1.3 |' in text
+    assert '| top-1 % | 76.1 |' in text
+    assert 'licence cc-by-4.0 for the weights of timm/test' in text
+    text = (save_pretrained(model, tmp_path / 'mit', license='mit') / 'README.md').read_text()
+    assert yaml.safe_load(text.split('---')[1])['license'] == 'mit'
+
+
+# The Hugging Face Hub, as a stand-in on this machine
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The repositories of a hub to which everything is sent that would go to huggingface.co."""
+    with stand_in() as (address, repositories):
+        monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', address)
+        url = address + '/{repo_id}/resolve/{revision}/{filename}'
+        monkeypatch.setattr(huggingface_hub.constants, 'HUGGINGFACE_CO_URL_TEMPLATE', url)
+        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+        for name in list(os.environ):
+            if name.lower().endswith('_proxy'):
+                monkeypatch.delenv(name)
+        huggingface_hub.close_session()
+        yield repositories
+        huggingface_hub.close_session()
+
+
+def test_a_published_model_is_loaded_by_timm_and_by_us(hub):
+    model = converted()
+    where = rotp_vision.push_to_hub(model, 'me/model', metrics={'top-1 %': 76.1}, license='mit', token='hf_x')
+    assert where.startswith('http://127.0.0.1:')
+    assert sorted(set(hub['me/model']) - {'.gitattributes'}) == ['README.md', 'config.json', 'model.safetensors']
+    card = hub['me/model']['README.md'].decode()
+    assert "rotp_vision.load_pretrained('hf-hub:me/model')" in card
+    assert "timm.create_model('hf-hub:me/model', pretrained=True)" in card
+    assert '| top-1 % | 76.1 |' in card
+    assert 'license: mit' in card
+    for loaded in (
+        load_pretrained('hf-hub:me/model'),
+        load_pretrained('hf-hub:me/model@main'),
+        timm.create_model('hf-hub:me/model', pretrained=True).eval(),
+    ):
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_an_own_network_is_published(hub):
+    model = convert(Own()).eval()
+    rotp_vision.push_to_hub(model, 'me/own', base=Own, token='hf_x')
+    assert torch.equal(load_pretrained('hf-hub:me/own', base=Own)(x), model(x))
+
+
+def test_what_timm_publishes_is_loaded_again(hub):
+    model = calibrated(converted()).eval()
+    timm.models.push_to_hf_hub(model, 'me/timm', token='hf_x', safe_serialization=True)
+    assert torch.equal(timm.create_model('hf-hub:me/timm', pretrained=True).eval()(x), model(x))

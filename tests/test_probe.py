@@ -1,12 +1,29 @@
 """Probing: poolings and closed-form classifiers on the maps of a frozen network."""
 
+import json
+import re
+
+import datasets
+import numpy as np
 import pytest
+import timm
 import torch
+import torchvision
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
 from torch.nn import functional as F
 
-from rotp_vision import fit_probe
-from rotp_vision.probing.fit import balanced_accuracy, balanced_difference
-from rotp_vision.probing.ridge import RidgeFolds, assign_folds, class_weights
+import rotp_vision
+from rotp_vision import PoolOptions, fit_probe
+from rotp_vision.cli import main
+from rotp_vision.evaluation import ImageFiles
+from rotp_vision.layers import ROTSetPool
+from rotp_vision.probing import joint
+from rotp_vision.probing.fit import balanced_difference, balanced_mean
+from rotp_vision.probing.joint import train_jointly
+from rotp_vision.probing.poolings import Pooling, all_poolings
+from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
 
 
 def grouped(num_classes=4, groups_of_class=5, frames=6):
@@ -106,7 +123,7 @@ def test_the_standard_error_is_that_over_groups():
     assert float(said) == pytest.approx(float(spread), rel=0.1)
     ours = torch.randint(2, (len(targets),), generator=generator).float()
     difference, _ = balanced_difference(ours, 1 - ours, targets, groups)
-    assert difference == pytest.approx(balanced_accuracy(ours, targets) - balanced_accuracy(1 - ours, targets))
+    assert difference == pytest.approx(balanced_mean(ours, targets) - balanced_mean(1 - ours, targets))
 
 
 # The choice
@@ -120,7 +137,7 @@ def test_small_objects_are_found():
     assert result.chosen is ours
     assert ours.score > average.score + 0.1
     others = spotted(targets, seed=1)
-    assert balanced_accuracy((result.predict(others) == targets).float(), targets) > average.score + 0.1
+    assert balanced_mean((result.predict(others) == targets).float(), targets) > average.score + 0.1
     assert 'ROTP (chosen)' in str(result)
     assert '120 images in 20 groups, 4 classes, 5 folds' in str(result)
 
@@ -150,11 +167,10 @@ def test_groups_matter():
 def test_parameters_are_chosen_without_the_fold_they_are_judged_on(monkeypatch):
     """Of many poolings that guess, the best by luck must not score above chance."""
     from rotp_vision.probing import fit
-    from rotp_vision.probing.poolings import Pooling, all_poolings
 
     def guess(seed):
         noise = torch.randn(400, 12, generator=torch.Generator().manual_seed(seed))
-        return Pooling('ROTP', f'{seed}', lambda sets: noise[sets[:, 0, 0].long()])
+        return Pooling('guess', f'{seed}', lambda sets: noise[sets[:, 0, 0].long()], PoolOptions())
 
     monkeypatch.setattr(fit, 'all_poolings', lambda: [all_poolings()[0], *map(guess, range(40))])
     targets = torch.arange(200) % 2
@@ -215,3 +231,261 @@ def test_what_cannot_be_probed_is_refused(change, message):
     given = {'maps': torch.rand(120, 8, 2, 2), 'targets': targets, 'groups': groups, 'num_folds': 5} | change
     with pytest.raises(ValueError, match=message):
         fit_probe(**given, class_names=['ant', 'bee', 'cat', 'dog'] if 'are in one' in message else None)
+
+
+# Training
+
+
+def test_pooling_and_classifier_are_trained_together():
+    targets, groups = grouped()
+    maps = spotted(targets)
+    result = fit_probe(maps, targets, groups)
+    trained = train_jointly(result, maps, targets, groups)
+    row = trained.rows[-1]
+    assert [row.name for row in trained.rows] == [*(row.name for row in result.rows), 'ROTP, trained']
+    assert row.score > result.rows[0].score  # of average pooling
+    start, end = (row.pooling.pool.named_weights() for row in (result.rows[-1], row))
+    assert max(abs(float(end[name] / start[name]) - 1) for name in start) > 0.02
+    assert not torch.is_grad_enabled() or not trained.logits(maps).requires_grad
+
+
+@pytest.mark.parametrize('helps', [True, False])
+def test_what_was_trained_is_kept_only_if_it_helps(helps, monkeypatch):
+    targets, groups = grouped()
+    maps = spotted(targets, strength=0.3)
+    maps[:, 11, 0, 0] = 0.001 * targets  # so that the pretended pooling, and no other, tells the class
+    result = fit_probe(maps, targets, groups)
+
+    def pretended(start, maps, targets, num_classes, neck, bar):
+        pooling = Pooling('ROTP, trained', '', lambda sets: 1000 * sets[:, 11, :1])
+        classes = torch.arange(float(num_classes))
+        return pooling, Linear(2 * classes[:, None] * helps, -classes.square())  # the nearest class
+
+    monkeypatch.setattr(joint, '_train', pretended)
+    trained = joint.train_jointly(result, maps, targets, groups)
+    assert trained.rows[-1].score == pytest.approx(1.0 if helps else 0.25)
+    assert trained.chosen is (trained.rows[-1] if helps else result.chosen)
+    assert trained.classifier is (result.classifier if not helps else trained.classifier)
+
+
+# Networks and images
+
+CLASSES = ['ant', 'bee', 'cat']
+
+
+def draw(label, seed, size=64):
+    """Noise with a small square whose colour is the class."""
+    rng = np.random.default_rng(seed)
+    pixels = rng.integers(60, 120, (size, size, 3), dtype=np.uint8)
+    row, column = rng.integers(0, size - 16, 2)
+    pixels[row : row + 16, column : column + 16] = np.eye(3)[label] * 255
+    return Image.fromarray(pixels)
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder of images, three videos of four frames for each class; a parquet file of the same; and weights."""
+    place = tmp_path_factory.mktemp('probe')
+    rows = []
+    for label, name in enumerate(CLASSES):
+        for frame in range(12):
+            folder = place / 'images' / name / f'video{frame // 4}'
+            folder.mkdir(parents=True, exist_ok=True)
+            draw(label, 100 * label + frame).save(folder / f'{frame}.png')
+            image = {'path': None, 'bytes': (folder / f'{frame}.png').read_bytes()}
+            rows.append({'image': image, 'label': label, 'kind': name, 'video': f'{name} {frame // 4}'})
+    (place / 'one' / 'ant').mkdir(parents=True)
+    draw(0, 0).save(place / 'one' / 'ant' / '0.png')
+    datasets.Dataset.from_list(rows).to_parquet(place / 'images.parquet')
+    torch.manual_seed(0)
+    save_file(timm.create_model('test_resnet', num_classes=7).state_dict(), place / 'weights.safetensors')
+    return place
+
+
+def run(place, *changes):
+    """`rotp-vision probe` of the folder, with some arguments changed; returns the status."""
+    given = {'--model': 'test_resnet', '--checkpoint': place / 'weights.safetensors', '--num-classes': 7}
+    given |= {'--data': place / 'images', '--folds': 3, '--workers': 0, '--device': 'cpu'}
+    given |= dict(zip(changes[::2], changes[1::2], strict=True))
+    train = ['--train'] if given.pop('--train', False) else []
+    return main(['probe', *train, *(str(part) for pair in given.items() if pair[1] is not None for part in pair)])
+
+
+def network(name):
+    torch.manual_seed(0)
+    if name == 'swin':  # maps with the channels last
+        small = {'embed_dim': 16, 'depths': (1, 1), 'num_heads': (2, 2), 'img_size': 64, 'window_size': 4}
+        return timm.create_model('swin_tiny_patch4_window7_224', **small)
+    if name == 'vit':
+        return timm.create_model('test_vit', global_pool='avg', img_size=64)
+    if name == 'torchvision':
+        return torchvision.models.mobilenet_v3_small(num_classes=5)
+    return timm.create_model(name)
+
+
+@pytest.mark.parametrize('name', ['test_resnet', 'test_convnext', 'test_efficientnet', 'swin', 'vit', 'torchvision'])
+def test_the_network_is_what_was_fitted(name, place):
+    """Maps and tokens, channels first and last, norm and linear layers between pool and classifier."""
+    model = network(name)
+    native = {key: value.clone() for key, value in model.state_dict().items()}
+    arguments = {'image_size': 64, 'num_folds': 3, 'workers': 0, 'progress': False}
+    result = rotp_vision.probe(model, place / 'images', group_by='folder', **arguments)
+    assert (result.num_images, result.num_groups, len(result.classifier.bias)) == (36, 9, 3)
+    (pool,) = rotp_vision.rot_pools(model).values()
+    assert pool.options == result.chosen.pooling.options
+    assert isinstance(pool, ROTSetPool) == (name == 'vit')
+    same = [key for key, value in model.state_dict().items() if key in native and value.shape == native[key].shape]
+    assert all(torch.equal(model.state_dict()[key], native[key]) for key in same)
+    assert len(native) - len(same) == 2  # the classifier
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    # What the pool sees in the network, classified by the result, is what the network returns.
+    seen = []
+    pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    images = torch.randn(5, 3, 64, 64)
+    with torch.no_grad():
+        logits = model.eval()(images)
+    maps = seen[0].permute(0, 3, 1, 2) if name == 'swin' else seen[0]
+    torch.testing.assert_close(result.logits(maps), logits, rtol=0, atol=2e-3 * float(logits.std()))
+
+
+def test_what_is_written_loads_and_is_taken_by_the_other_commands(place, tmp_path, capsys):
+    output = tmp_path / 'probed'
+    assert run(place, '--group-by', 'folder', '--output', output) == 0
+    shown = capsys.readouterr().out
+    assert '36 images in 9 groups, 3 classes, 3 folds' in shown
+    assert (output / 'probe.md').read_text() in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['probed']  # the maps are removed
+    config = json.loads((output / 'config.json').read_text())['pretrained_cfg']
+    assert (config['label_names'], config['num_classes']) == (CLASSES, 3)
+    model = rotp_vision.load_pretrained(output)
+    assert (model.num_classes, model.pretrained_cfg['label_names']) == (3, CLASSES)
+    assert main(['verify', '--model', str(output), '--images', str(place / 'images'), '--workers', '0']) == 0
+    assert 'top-1' in capsys.readouterr().out
+    drawn = [*('visualize', '--model', str(output), '--images', str(place / 'images'), '--limit', '2')]
+    assert main([*drawn, '--output', str(tmp_path / 'drawn')]) == 0
+    assert any(name in (tmp_path / 'drawn' / 'index.html').read_text() for name in CLASSES)
+    # It can be probed again, for other classes or with other images.
+    again = ['--model', output, '--checkpoint', None, '--num-classes', None]
+    assert run(place, *again, '--output', tmp_path / 'again', '--train', True) == 0
+    assert '| ROTP, trained' in (tmp_path / 'again' / 'probe.md').read_text()
+    torch.testing.assert_close(
+        rotp_vision.load_pretrained(tmp_path / 'again').state_dict()['conv1.0.weight'],
+        model.state_dict()['conv1.0.weight'],
+    )
+
+
+def test_training_evaluates_what_was_written(place, tmp_path):
+    from rotp_vision.training.config import ModelConfig, PoolConfig
+    from rotp_vision.training.model import load_for_evaluation
+
+    assert run(place, '--output', tmp_path / 'probed') == 0
+    model = load_for_evaluation(str(tmp_path / 'probed'), ModelConfig('test_resnet'), PoolConfig(), 3)
+    images = torch.stack([ImageFiles(place / 'images', None)[k][0] for k in (0, 20)]) / 255
+    torch.testing.assert_close(model.eval()(images), rotp_vision.load_pretrained(tmp_path / 'probed')(images))
+
+
+def test_a_parquet_file_is_the_folder_in_another_form(place, tmp_path, capsys):
+    assert run(place, '--group-by', 'folder', '--output', tmp_path / 'a') == 0
+    first = capsys.readouterr().out
+    parquet = ['--data', place / 'images.parquet', '--group-by', 'video']
+    assert run(place, *parquet, '--label', 'kind', '--output', tmp_path / 'b') == 0
+    assert capsys.readouterr().out.replace('/b', '/a') == first
+    assert run(place, *parquet, '--output', tmp_path / 'c') == 0
+    names = [json.loads((tmp_path / d / 'config.json').read_text())['pretrained_cfg']['label_names'] for d in 'abc']
+    assert names == [CLASSES, CLASSES, ['0', '1', '2']]
+
+
+def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
+    from rotp_vision.probing import images
+
+    monkeypatch.setattr(images, '_SHARD', 8)
+    written = []
+    write = images.write_shard
+
+    def write_three(file, *args):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(file.name)
+        return write(file, *args)
+
+    monkeypatch.setattr(images, 'write_shard', write_three)
+    with pytest.raises(KeyboardInterrupt):
+        run(place, '--output', tmp_path / 'probed')
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['probed.maps']
+    first, written[:] = list(written), []
+    assert run(place, '--output', tmp_path / 'probed') == 0
+    assert sorted([*first, *written]) == [f'probe-{k}of5.npy' for k in range(5)]
+    monkeypatch.undo()
+    assert run(place, '--output', tmp_path / 'whole') == 0
+    one, other = (rotp_vision.load_pretrained(tmp_path / name).state_dict() for name in ('probed', 'whole'))
+    torch.testing.assert_close(one, other)
+
+
+def test_kept_maps_are_used_again_unless_the_images_change(place, tmp_path, monkeypatch):
+    from rotp_vision.probing import images
+
+    names = []
+    write = images.write_shard
+    monkeypatch.setattr(images, 'write_shard', lambda file, *args: names.append(file.name) or write(file, *args))
+    cached = ['--cache', tmp_path / 'maps']
+    assert run(place, *cached, '--output', tmp_path / 'a') == 0
+    assert run(place, *cached, '--output', tmp_path / 'b') == 0
+    assert len(names) == 1
+    assert run(place, *cached, '--image-size', 96, '--output', tmp_path / 'c') == 0
+    assert len(names) == 2
+
+
+def copied(place, tmp_path):
+    for name in CLASSES[:2]:
+        (tmp_path / 'images' / name).mkdir(parents=True)
+        for k, path in enumerate(sorted((place / 'images' / name).rglob('*.png'))):
+            (tmp_path / 'images' / name / f'{k}.png').write_bytes(path.read_bytes())
+    return tmp_path / 'images'
+
+
+def test_unreadable_images_are_named(place, tmp_path, capsys):
+    images = copied(place, tmp_path)
+    for path in ('ant/3.png', 'bee/7.png'):
+        (images / path).write_bytes((images / path).read_bytes()[:90])
+    assert run(place, '--data', images, '--output', tmp_path / 'probed') == 1
+    said = capsys.readouterr().err
+    assert 'cannot be read, 2 of 24' in said
+    assert 'ant/3.png' in said
+    assert 'bee/7.png' in said
+    assert not (tmp_path / 'probed').exists()
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (['--checkpoint', None], 'test_resnet alone has random weights'),
+        (['--data', 'nowhere'], 'neither a folder of images nor a parquet file at nowhere'),
+        (['--data', '{place}/one'], 'at least two classes, got ant alone'),
+        (['--data', '{place}/images/ant', '--group-by', 'folder'], 'of video0, video1, video2 are in one'),
+        (['--data', '{place}/images/ant/video0'], 'has no class folders'),
+        (['--data', '{place}/weights.safetensors'], 'neither a folder of images nor a parquet file'),
+        (['--group-by', 'video'], "can be grouped by 'folder' alone"),
+        (['--data', '{place}/images.parquet', '--group-by', 'film'], r'group-by must be .*kind, video.* got .film'),
+        (['--data', '{place}/images.parquet', '--label', 'sort'], r'label must be .*label, kind, video.* got .sort'),
+        (['--data', '{place}/images.parquet', '--label', 'kind', '--group-by', 'kind'], 'of ant, bee, cat are in one'),
+        (['--folds', 40], '40 folds need at least as many images, got 36'),
+        (['--output', '{place}/images'], 'exists'),
+        (['--output', '{place}/weights.safetensors/probed'], 'cannot write'),
+    ],
+)  # fmt: skip
+def test_wrong_beginnings_end_before_the_work(place, tmp_path, capsys, monkeypatch, changes, message):
+    from rotp_vision.probing import images
+
+    monkeypatch.setattr(images, 'cached_maps', None)
+    changes = [change.format(place=place) if isinstance(change, str) else change for change in changes]
+    assert run(place, '--output', tmp_path / 'probed', *changes) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_classifier_that_cannot_be_replaced_is_refused(place):
+    model = timm.create_model('test_resnet')
+    model.fc = nn.Linear(model.num_features, 4, bias=False)
+    with pytest.raises(ValueError, match='must be linear and have a bias'):
+        rotp_vision.probe(model, place / 'images', num_folds=3)
+    assert isinstance(model.fc, nn.Linear)

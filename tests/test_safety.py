@@ -108,6 +108,8 @@ def test_a_pickle_that_a_description_names_runs_nothing(evil, saved, capsys):
         {'base_args': {'pretrained': True, 'pretrained_cfg_overlay': {'url': 'https://example.org/w.pth'}}},
         {'base_args': {'pretrained_cfg': {'url': 'https://example.org/w.pth'}}},
         {'base': 'torchvision:resnet18', 'base_args': {'weights': 'DEFAULT'}},
+        {'base': 'torchvision:resnet18', 'weights': 'DEFAULT'},
+        {'checkpoint_path': '/nowhere/weights.pth'},
         {'base': 'rotp_converted', 'base_args': {'base': 'hf-hub:timm/test_resnet.r160_in1k'}},
     ],
 )
@@ -225,7 +227,7 @@ def test_files_are_readable_as_the_umask_says(tmp_path, mask, mode):
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob('*') if path.is_file()]
-    assert len(files) == 8
+    assert len(files) == 9
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
         (path.name for path in files), oct(mode)
     )

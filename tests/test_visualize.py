@@ -11,8 +11,7 @@ from PIL import Image
 from torch import nn
 
 import rotp_vision
-from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
-from rotp_vision.layers.hierarchical_pool import MEAN_POOL
+from rotp_vision.layers import MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, ROTSetPool
 from rotp_vision.visualize import evidence, plot_looked, plot_plans, plot_weights, pool_maps, save_figure, visualize
 
 CHANNELS, CLASSES = 6, 4
@@ -96,10 +95,10 @@ def test_weight_has_mass_one_and_lies_on_the_grid(make):
     torch.testing.assert_close(maps.weight.sum((1, 2)), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-12)
     assert maps.weight.shape == (2, 5, 7)
     # By its definition, feature by feature: what is averaged, over x, is the weight.
-    rows = model.pool.log_plan(maps.average.flatten(2) * 35) if isinstance(model.pool, ROTSetPool) else None
+    rows = model.pool.solve_sets(maps.average.flatten(2) * 35) if isinstance(model.pool, ROTSetPool) else None
     if rows is None and isinstance(model.pool, GlobalROTPool2d):
         grids = maps.average * 35
-        rows = model.pool.map_log_plan(grids.permute(0, 2, 3, 1) if model.layout == 'NHWC' else grids)
+        rows = model.pool.solve_sets(grids.flatten(2))
     if rows is not None:
         expected = torch.zeros(2, 35, dtype=torch.float64)
         sizes = maps.contributions.sum((2, 3)).abs()

@@ -5,13 +5,12 @@ from rotp_vision.core.badmm import badmm
 from rotp_vision.core.explicit import decompositions, explicit_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import VIEW_FLOOR, Regularizer, ROTProblem, View, objective, rot_problem, view_of
+from rotp_vision.core.registered import SOLVERS, register_solver, transforms_active
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.solver import (
     BACKENDS,
-    SOLVERS,
     Backend,
     Solver,
-    SolverName,
     Windows,
     backend_lacks,
     positive_weights,
@@ -31,7 +30,6 @@ __all__ = [
     'Regularizer',
     'Similarity',
     'Solver',
-    'SolverName',
     'StepWeights',
     'View',
     'Windows',
@@ -42,6 +40,7 @@ __all__ = [
     'objective',
     'pool',
     'positive_weights',
+    'register_solver',
     'rot_pool',
     'rot_pool_windows',
     'rot_problem',
@@ -50,5 +49,6 @@ __all__ = [
     'solve',
     'step_weights',
     'structural_force',
+    'transforms_active',
     'view_of',
 ]

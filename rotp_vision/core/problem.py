@@ -147,6 +147,21 @@ def objective(
 
     Returns:
         (B,) the objective of each set.
+
+    Example:
+        The plan of a layer against that of average pooling, under the objective that the layer's weights define:
+
+        >>> import torch
+        >>> from rotp_vision.core import objective, rot_problem
+        >>> from rotp_vision.layers import MEAN_POOL, GlobalROTPool2d
+        >>> weights = {'smoothness': 0.3, 'feature_penalty': 0.5, 'sample_penalty': 0.5}
+        >>> pool = GlobalROTPool2d({'solver': 'sinkhorn', 'view': 'identity', 'num_inner': 50, **weights})
+        >>> maps = torch.rand(2, 8, 7, 7)
+        >>> problem = rot_problem(maps.flatten(2))
+        >>> own = objective(problem, pool.log_plan(maps).flatten(2), **weights)
+        >>> mean = objective(problem, GlobalROTPool2d(MEAN_POOL).log_plan(maps).flatten(2), **weights)
+        >>> bool((own < mean).all())
+        True
     """
     x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
     log_plan = hide_masked(log_plan, mask)

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from rotp_vision.core.badmm import badmm
 from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import ROTProblem
+from rotp_vision.core.problem import ROTProblem, normalize_mass
+from rotp_vision.core.registered import SOLVERS, Formula, pool_in_chunks, transforms_active
 from rotp_vision.core.sinkhorn import sinkhorn
 from rotp_vision.core.structure import Similarity
 from rotp_vision.core.weights import StepWeights, require, scaled_softplus
 
-SolverName = Literal['sinkhorn', 'badmm-e', 'badmm-q']
 Backend = Literal['auto', 'torch', 'triton', 'reference']
-SOLVERS: tuple[SolverName, ...] = get_args(SolverName)
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # The environment variable that, where it is set, chooses the backend in place of every solver's own choice.
 OVERRIDE = 'ROTP_BACKEND'
@@ -25,7 +24,7 @@ OVERRIDE = 'ROTP_BACKEND'
 class Solver(NamedTuple):
     """Which algorithm solves the problems; how many modules it has is the length of the weights."""
 
-    name: SolverName = 'badmm-e'
+    name: str = 'badmm-e'  # one of SOLVERS
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
@@ -83,12 +82,27 @@ def backend_lacks(name: Backend, features: Tensor) -> str | None:
 
 def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     """(B, D, N) log plan of mass one, -inf on masked samples, by the chosen solver."""
-    if solver.name == 'sinkhorn':
-        return sinkhorn(problem, weights, solver.num_inner, similarity=solver.similarity)
+    formula = _formula(solver)
+    log_plan = formula.solve(problem, weights, solver)
+    return log_plan if formula.weights is None else normalize_mass(log_plan)
+
+
+def _formula(solver: Solver) -> Formula:
     if solver.name not in SOLVERS:
         raise ValueError(f'solver must be one of {", ".join(SOLVERS)}, got {solver.name!r}')
+    return SOLVERS[solver.name]
+
+
+def _sinkhorn(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
+    return sinkhorn(problem, weights, solver.num_inner, similarity=solver.similarity)
+
+
+def _badmm(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
     regularizer = 'entropic' if solver.name == 'badmm-e' else 'quadratic'
     return badmm(problem, weights, regularizer=regularizer, coupled=solver.coupled, similarity=solver.similarity)
+
+
+SOLVERS |= {'sinkhorn': Formula(_sinkhorn), 'badmm-e': Formula(_badmm), 'badmm-q': Formula(_badmm)}
 
 
 def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver, gain: Tensor | None = None) -> Tensor:
@@ -166,6 +180,10 @@ def _implementation(
 ) -> Implementation:
     """The backend that the solver chooses, once it is certain that it can run."""
     backend = backend_of(solver)
+    if _formula(solver).weights is not None:
+        if backend == 'triton':
+            raise ValueError(f"backend 'triton' has no kernel of solver {solver.name!r}; use backend 'auto'")
+        return _IMPLEMENTATIONS['reference' if backend == 'reference' else 'registered']
     if solver.implicit and solver.name != 'sinkhorn':
         raise ValueError(f'implicit is for sinkhorn, got {solver}')
     if solver.num_inner < 1:
@@ -176,8 +194,8 @@ def _implementation(
         require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
     else:
         require('badmm', weights, 'smoothness', 'step')
-    # ONNX knows no operator of ours: while a model is exported to it, the formula itself is what is written.
-    if torch.onnx.is_in_onnx_export():
+    # ONNX knows no operator of ours, and torch.func has no derivatives of them: both see the formula itself.
+    if torch.onnx.is_in_onnx_export() or (transforms_active() and not solver.implicit):
         return _IMPLEMENTATIONS['reference']
     if backend == 'auto':
         backend = _automatic(features, weights, solver, view, windows)
@@ -217,3 +235,5 @@ def _refuses(weights: StepWeights, solver: Solver) -> str | None:
 
 
 register_backend('reference', Implementation(_refuses, lambda features: None, _pool_by_formula))
+# For solvers that are not of this package, whatever else they ask for.
+_IMPLEMENTATIONS['registered'] = Implementation(lambda weights, solver: None, lambda features: None, pool_in_chunks)

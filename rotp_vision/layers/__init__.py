@@ -2,12 +2,15 @@
 
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import GlobalROTPool2d
-from rotp_vision.layers.hierarchical_pool import MixedROTPool2d, ROTSetFusion
+from rotp_vision.layers.hierarchical_pool import FusionPlans, MixedROTPool2d, ROTSetFusion
 from rotp_vision.layers.local_pool import LocalROTPool2d
-from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions, pool_options
 from rotp_vision.layers.set_pool import ROTSetPool
 
 __all__ = [
+    'MAX_POOL',
+    'MEAN_POOL',
+    'FusionPlans',
     'GlobalROTPool2d',
     'LocalROTPool2d',
     'MixedROTPool2d',

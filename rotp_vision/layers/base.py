@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rotp_vision.core import ROTProblem, explicit_pool, rot_pool, rot_problem, solve
+from rotp_vision.core import SOLVERS, ROTProblem, explicit_pool, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
-from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight
+from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight, RegisteredWeights
 from rotp_vision.layers.tracing import OneNode
 
 
@@ -45,7 +45,8 @@ class ROTPool(OneNode):
         # TorchScript does not take the solver as one object, so its fields are attributes too.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
         self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
-        self.weights = ModuleWeights(options)
+        built_in = SOLVERS[options.solver].weights is None
+        self.weights = ModuleWeights(options) if built_in else RegisteredWeights(options)
         self.prior = None
         if options.prior == 'attention':
             assert num_features is not None
@@ -107,10 +108,18 @@ class ROTPool(OneNode):
         # `rot_problem` does the same, but a prior reads `x` before.
         return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
 
-    def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+    def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
         problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
         return solve(problem, self.weights(), self.solver)
+
+    def log_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The logarithm of the plan for an input of this layer, with the axes of that input."""
+        raise NotImplementedError(f'{type(self).__name__} has no input of its own; use solve_sets')
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan for an input of this layer, with the arguments and the axes of `log_plan`."""
+        return self.log_plan(*args, **kwargs).exp()
 
     def _weights_by_name(self) -> dict[str, PositiveWeight | NormPrior]:
         known: dict[str, PositiveWeight | NormPrior] = {}
@@ -141,13 +150,21 @@ class ROTPool(OneNode):
         return {name for name, _ in self.named_parameters() if name.endswith(('.beta', '.power'))}
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        # A file of the native network holds no keys of this layer, which then keeps its values. If it holds some, torch
-        # reports the missing ones. (state_dict is torch's own copy, from which the children load next.)
-        if not self.is_part and not any(key.startswith(prefix) for key in state_dict):
-            state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
+        if not self.is_part:
+            keep_values_if_absent(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         given = {'solver': self.options.solver, 'modules': self.options.modules} | self.options.to_dict()
         given.pop('num_modules', None)
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
+
+
+def keep_values_if_absent(module: nn.Module, state_dict: dict[str, Tensor], prefix: str):
+    """For `_load_from_state_dict` of a pool that replaced a native one: keep its values if a file has none of its keys.
+
+    That is a file of the native network. If it holds some of the keys, torch reports those that are missing.
+    """
+    # state_dict is torch's own copy, from which the children load next.
+    if not any(key.startswith(prefix) for key in state_dict):
+        state_dict.update({prefix + key: value for key, value in module.state_dict().items()})

@@ -35,6 +35,24 @@ class MapPool(ROTPool):
             return x.flatten(1, 2).transpose(1, 2)
         return x.flatten(2)
 
+    def sample_prior(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
+        """Logits of q0 for the map `x`, given as (B or 1, H, W), as those of its sets (B or 1, N)."""
+        if log_sample_prior is None:
+            return None
+        size = x.shape[1:3] if self.input_fmt == 'NHWC' else x.shape[2:]
+        if log_sample_prior.dim() != 3 or log_sample_prior.shape[1:] != size:
+            raise ValueError(
+                f'log_sample_prior must have shape (B or 1, {size[0]}, {size[1]}), a number per pixel, got '
+                f'{list(log_sample_prior.shape)}'
+            )
+        return log_sample_prior.flatten(1)
+
+    def map_of(self, sets: Tensor, x: Tensor) -> Tensor:
+        """Values (B, D, N) of the sets of `x` with the axes of `x`."""
+        if self.input_fmt == 'NHWC':
+            return sets.transpose(1, 2).unflatten(1, x.shape[1:3])
+        return sets.unflatten(2, x.shape[2:])
+
     def shaped(self, pooled: Tensor) -> Tensor:
         """Pooled features (B, D) in the shape that this layer returns."""
         if self.flatten:
@@ -50,10 +68,6 @@ class MapPool(ROTPool):
     def is_identity(self) -> bool:
         """Whether this pool does nothing (timm's pool protocol)."""
         return False
-
-    def map_log_plan(self, x: Tensor) -> Tensor:
-        """(B, D, N) log plan of mass one for the feature map `x`, N = H · W row by row."""
-        return self.log_plan(self.sets(x))
 
     def extra_repr(self) -> str:
         return f'{super().extra_repr()}, flatten={self.flatten}, input_fmt={self.input_fmt!r}'
@@ -77,9 +91,25 @@ class GlobalROTPool2d(MapPool):
         >>> import torch
         >>> from rotp_vision.layers import GlobalROTPool2d
         >>> pool = GlobalROTPool2d('sinkhorn')
-        >>> pool(torch.rand(2, 8, 7, 7)).shape
+        >>> maps = torch.rand(2, 8, 7, 7)
+        >>> pool(maps).shape
+        torch.Size([2, 8])
+        >>> pool.plan(maps).shape, bool(torch.isclose(pool.plan(maps).sum((1, 2, 3)), torch.ones(2)).all())
+        (torch.Size([2, 8, 7, 7]), True)
+
+        A prior of your own, here one that leaves out the left column:
+
+        >>> prior = torch.zeros(1, 7, 7)
+        >>> prior[:, :, 0] = -100.0
+        >>> pool(maps, log_sample_prior=prior).shape
         torch.Size([2, 8])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shaped(self.pool_sets(self.sets(x)))
+    def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""
+        return self.shaped(self.pool_sets(self.sets(x), log_sample_prior=self.sample_prior(x, log_sample_prior)))
+
+    def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The log plan of each map, of mass one, with the axes of `x`; arguments as in `forward`."""
+        log_plan = self.solve_sets(self.sets(x), log_sample_prior=self.sample_prior(x, log_sample_prior))
+        return self.map_of(log_plan, x)

@@ -2,27 +2,26 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.layers.options import PoolOptions, pool_options
+from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions, pool_options
 from rotp_vision.layers.tracing import OneNode
 
 Options = PoolOptions | Mapping[str, Any] | str
 
-# The limits of Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness, which
-# outweighs any feature. In float32 larger values give the same plan.
-_STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
-MEAN_POOL = PoolOptions.paper(
-    'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
-)
-MAX_POOL = PoolOptions.paper(
-    'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
-)
+
+class FusionPlans(NamedTuple):
+    """The two plans, or log plans, of a `ROTSetFusion`."""
+
+    within: (
+        Tensor  # of each set, of mass one, with the axes of the input; for a set that is masked as a whole, of zeros
+    )
+    between: Tensor  # (B, M, D') over the sets, of mass one
 
 
 class MixedROTPool2d(MapPool):
@@ -82,21 +81,24 @@ class MixedROTPool2d(MapPool):
         """ω · mean + (1 - ω) · max, ω learned (paper, Proposition 2); gated: ω a sigmoid of the mean feature."""
         return cls([MEAN_POOL, MAX_POOL], MEAN_POOL, num_features, gated=gated, flatten=flatten)
 
-    def forward(self, x: Tensor) -> Tensor:
-        sets = self.sets(x)
-        return self.shaped(self.pool_sets(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)))
+    def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The pooled map; `log_sample_prior` (B or 1, H, W) is that of every head, see `GlobalROTPool2d`."""
+        sets, prior = self.sets(x), self.sample_prior(x, log_sample_prior)
+        return self.shaped(self.pool_sets(self._pool_heads(sets, prior), log_sample_prior=self._head_logits(sets)))
 
-    def map_log_plan(self, x: Tensor) -> Tensor:
-        """(B, D, N) log plan of mass one under which this layer averages: the heads' plans, fused row by row."""
-        sets = self.sets(x)
-        fusion = self.log_plan(self._pool_heads(sets), log_sample_prior=self._head_logits(sets)).log_softmax(2)
-        rows = torch.stack([cast(ROTPool, head).log_plan(sets).log_softmax(2) for head in self.heads], 2)
-        # fusion (B, D, M), rows (B, D, M, N)
-        return (fusion.unsqueeze(3) + rows).logsumexp(2) - math.log(sets.shape[1])
+    def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The log plan under which this layer averages, with the axes of `x`: the heads' plans, fused row by row."""
+        sets, prior = self.sets(x), self.sample_prior(x, log_sample_prior)
+        pooled = self._pool_heads(sets, prior)
+        fusion = self.solve_sets(pooled, log_sample_prior=self._head_logits(sets)).log_softmax(2)  # (B, D, M)
+        heads = [cast(ROTPool, head).solve_sets(sets, log_sample_prior=prior) for head in self.heads]
+        rows = torch.stack(heads, 2).log_softmax(3)  # (B, D, M, N)
+        return self.map_of((fusion.unsqueeze(3) + rows).logsumexp(2) - math.log(sets.shape[1]), x)
 
-    def _pool_heads(self, sets: Tensor) -> Tensor:
+    def _pool_heads(self, sets: Tensor, log_sample_prior: Tensor | None) -> Tensor:
         """(B, D, M) pooled features of each head."""
-        return torch.stack([cast(ROTPool, head).pool_sets(sets) for head in self.heads], 2)
+        pooled = [cast(ROTPool, head).pool_sets(sets, log_sample_prior=log_sample_prior) for head in self.heads]
+        return torch.stack(pooled, 2)
 
     def _head_logits(self, sets: Tensor) -> Tensor:
         if self.gate is not None:
@@ -142,7 +144,40 @@ class ROTSetFusion(OneNode):
         self.network = nn.Identity() if network is None else network
         self.between = ROTPool(between, num_features if num_fused is None else num_fused)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+        """Pooled (B, D') of sets of sets.
+
+        Args:
+            x: maps (B, M, C, H, W) or sets (B, M, N, D).
+            mask: (B, M, N), True where a sample exists; None where all do.
+            log_sample_prior: (B, M, N) logits of q0 inside each set, or (B, M, H, W) of maps; None for uniform.
+        """
+        sets, inside, present, prior = self._sets(x, mask, log_sample_prior)
+        pooled = self._pool_within(sets, inside, prior, x.shape[1])
+        return self.between.pool_sets(pooled, present)
+
+    def log_plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> FusionPlans:
+        """The log plans within the sets and between them; arguments as in `forward`."""
+        sets, inside, present, prior = self._sets(x, mask, log_sample_prior)
+        within = self.within.solve_sets(sets, inside, prior).unflatten(0, x.shape[:2])  # (B, M, D, N)
+        between = self.between.solve_sets(self._pool_within(sets, inside, prior, x.shape[1]), present)
+        within = within.unflatten(3, x.shape[3:]) if x.dim() == 5 else within.transpose(2, 3)
+        return FusionPlans(within, between.transpose(1, 2))
+
+    def plan(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> FusionPlans:
+        """The plans within the sets and between them; arguments as in `forward`."""
+        within, between = self.log_plan(x, mask, log_sample_prior)
+        return FusionPlans(within.exp(), between.exp())
+
+    def _pool_within(self, sets: Tensor, mask: Tensor | None, prior: Tensor | None, num_sets: int) -> Tensor:
+        """(B, D', M) each set pooled, through the network."""
+        pooled = self.network(self.within.pool_sets(sets, mask, prior))  # (B M, D')
+        return pooled.unflatten(0, (-1, num_sets)).transpose(1, 2)
+
+    def _sets(
+        self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """All sets (B M, D, N), their mask and prior (B M, N), and which of the sets exist (B, M)."""
         if x.dim() == 5:
             sets = x.flatten(3)  # (B, M, D, N)
         elif x.dim() == 4:
@@ -161,5 +196,9 @@ class ROTSetFusion(OneNode):
             sets = sets.masked_fill(~mask.unsqueeze(2), 0.0)
             # A set without samples is pooled as a set of zeros and then masked in the pooling over sets.
             mask = (mask | ~present.unsqueeze(2)).flatten(0, 1)
-        pooled = self.network(self.within.pool_sets(sets.flatten(0, 1), mask))  # (B M, D')
-        return self.between.pool_sets(pooled.unflatten(0, (batch, num_sets)).transpose(1, 2), present)
+        if log_sample_prior is not None:
+            shape = (batch, num_sets, *(x.shape[3:] if x.dim() == 5 else (num_samples,)))
+            if log_sample_prior.shape != shape:
+                raise ValueError(f'log_sample_prior must have shape {shape}, got {tuple(log_sample_prior.shape)}')
+            log_sample_prior = log_sample_prior.flatten(2).flatten(0, 1)
+        return sets.flatten(0, 1), mask, present, log_sample_prior

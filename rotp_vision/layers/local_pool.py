@@ -1,13 +1,13 @@
 """Local pooling over windows, in place of max or average pooling."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rotp_vision.core import Windows, rot_pool_windows
+from rotp_vision.core import Windows, rot_pool_windows, transforms_active
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 
@@ -15,6 +15,13 @@ from rotp_vision.layers.options import PoolOptions, is_integer
 # should stay in the cache; elsewhere launches count, and the limit only bounds memory.
 CHUNK_VALUES = {'cpu': 2**21}
 CHUNK_VALUES_ELSEWHERE = 2**27
+
+
+class Pixels(NamedTuple):
+    """What windows know of their pixels besides the features."""
+
+    inside: Tensor | None  # (H', W', kh, kw) whether a tap lies inside the map; None where all do
+    log_prior: Tensor | None  # (B or 1, 1, …) logits of q0, padded as the map is; None for uniform
 
 
 class LocalROTPool2d(ROTPool):
@@ -70,32 +77,50 @@ class LocalROTPool2d(ROTPool):
                 'a window of nothing but padding has no samples'
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, which a window reads at its pixels."""
         if x.dim() == 3:
-            return self._pool_maps(x.unsqueeze(0)).squeeze(0)
-        if x.dim() != 4:
-            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {list(x.shape)}')
-        return self._pool_maps(x)
+            x = x.unsqueeze(0)
+            return self._pool_maps(x, self._prior_map(x, log_sample_prior)).squeeze(0)
+        return self._pool_maps(x, self._prior_map(x, log_sample_prior))
 
-    def _pool_maps(self, x: Tensor) -> Tensor:
+    def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
+        """(B, C, H', W', kernel_h, kernel_w) log plan of each window, of mass one, -inf in the padding.
+
+        Arguments as in `forward`. All windows are held in memory at once.
+        """
+        if x.dim() == 3:
+            return self.log_plan(x.unsqueeze(0), log_sample_prior).squeeze(0)
+        prior = self._prior_map(x, log_sample_prior)
+        rows, top, bottom = self._layout(x.shape[2], 0)
+        columns, left, right = self._layout(x.shape[3], 1)
+        padding = [left, right, top, bottom]
+        row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)
+        inside = _inside(row_taps, x.shape[2])[:, None, :, None] & _inside(column_taps, x.shape[3])[None, :, None, :]
+        pixels = Pixels(inside if any(padding) else None, None if prior is None else F.pad(prior, padding))
+        sets, mask, logits = self._windows(F.pad(x, padding), pixels, 0, rows, columns)
+        log_plan = self.solve_sets(sets, mask, logits)
+        return log_plan.view(-1, rows, columns, x.shape[1], *self.kernel_size).permute(0, 3, 1, 2, 4, 5)
+
+    def _pool_maps(self, x: Tensor, prior: Tensor | None) -> Tensor:
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
-        if self.prior is None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+        if self.prior is None and prior is None and not torch.jit.is_scripting():  # pyright: ignore
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
             weights, gain = self.weights.with_gain(self.gain, self.solver)
             pooled = rot_pool_windows(x, weights, self.solver, windows, self.view, gain)
             if pooled is not None and not self.count_include_pad:
                 return pooled
-        padded = F.pad(x, [left, right, top, bottom])
-        if max(top, bottom, left, right) == 0:
-            return self._pool_padded(padded, None, rows, columns) if pooled is None else pooled
+        padding = [left, right, top, bottom]
+        padded, log_prior = F.pad(x, padding), None if prior is None else F.pad(prior, padding)
+        if max(padding) == 0:
+            return self._pool_padded(padded, Pixels(None, log_prior), rows, columns) if pooled is None else pooled
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
-        inside_rows = (row_taps >= 0) & (row_taps < x.shape[2])
-        inside_columns = (column_taps >= 0) & (column_taps < x.shape[3])
+        inside_rows, inside_columns = _inside(row_taps, x.shape[2]), _inside(column_taps, x.shape[3])
         if pooled is None:
-            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]  # (H', W', kh, kw)
-            pooled = self._pool_padded(padded, inside, rows, columns)
+            inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]
+            pooled = self._pool_padded(padded, Pixels(inside, log_prior), rows, columns)
         if self.count_include_pad:
             # Padding counts as zeros; what ceil_mode adds beyond the padding does not count at all.
             counted_rows = row_taps < x.shape[2] + max(self.padding[0], bottom if self.same else 0)
@@ -106,40 +131,40 @@ class LocalROTPool2d(ROTPool):
             pooled = pooled * share.to(pooled.dtype)
         return pooled
 
-    def _pool_padded(self, padded: Tensor, inside: Tensor | None, rows: int, columns: int) -> Tensor:
+    def _pool_padded(self, padded: Tensor, pixels: Pixels, rows: int, columns: int) -> Tensor:
         """Pool all windows, in chunks if there are many."""
         # A traced graph has one chunk: the number of chunks must not depend on the batch size.
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
-            return self._pool_rows(padded, inside, 0, rows, columns)
+            return self._pool_rows(padded, pixels, 0, rows, columns)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
         limit = CHUNK_VALUES.get(padded.device.type, CHUNK_VALUES_ELSEWHERE)
         step = max(1, limit // max(1, size))
         chunks: list[Tensor] = []
         for first in range(0, rows, step):
-            pooled, padded = self._pool_chunk(padded, inside, first, min(first + step, rows), columns, step < rows)
+            pooled, padded = self._pool_chunk(padded, pixels, first, min(first + step, rows), columns, step < rows)
             chunks.append(pooled)
         return torch.cat(chunks, 2) if len(chunks) > 1 else chunks[0]
 
-    def _pool_rows(self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int) -> Tensor:
+    def _pool_rows(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
-        sets, mask = self._windows(padded, inside, first, last, columns)
-        pooled = self._pool(self._problem(sets, mask, None))
+        sets, mask, logits = self._windows(padded, pixels, first, last, columns)
+        pooled = self._pool(self._problem(sets, mask, logits))
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
     def _pool_chunk(
-        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int, one_of_many: bool
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int, one_of_many: bool
     ) -> tuple[Tensor, Tensor]:
         """`_pool_rows`, and the map for the next chunk, see `_CutWindows`.
 
         Of many chunks none saves its windows for its backward pass, which copies them out of the map again.
         """
-        if not torch.is_grad_enabled():
-            return self._pool_rows(padded, inside, first, last, columns), padded
+        if not torch.is_grad_enabled() or transforms_active():
+            return self._pool_rows(padded, pixels, first, last, columns), padded
         made: dict[str, Tensor] = {}
         source = padded.detach()
 
-        def make(sets: Tensor, mask: Tensor | None):
-            problem = self._problem(sets, mask, None)
+        def make(sets: Tensor, mask: Tensor | None, logits: Tensor | None):
+            problem = self._problem(sets, mask, logits)
             # Another tensor where there is a mask.
             made.update(sets=sets, features=problem.features)
             return problem
@@ -155,29 +180,57 @@ class LocalROTPool2d(ROTPool):
                 return packed
             if not made:
                 with torch.no_grad():
-                    make(*self._windows(source, inside, first, last, columns))
+                    make(*self._windows(source, pixels, first, last, columns))
             return made[packed]
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             windows, padded = _CutWindows.apply(padded, self._taps_of(first, last, columns))  # pyright: ignore
-            pooled = self._pool(make(windows.flatten(0, 2).mT, self._mask(padded, inside, first, last)))
+            pooled = self._pool(make(windows.flatten(0, 2).mT, *self._known(padded, pixels, first, last, columns)))
         made.clear()
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2), padded
 
+    def _prior_map(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
+        """(B or 1, 1, H, W) the prior that is given for the maps `x`."""
+        if x.dim() != 4:
+            raise ValueError(f'x must be a feature map (B, C, H, W) or (C, H, W), got {list(x.shape)}')
+        if log_sample_prior is None:
+            return None
+        batch, _, height, width = x.shape
+        given = list(log_sample_prior.shape)
+        if given != [batch, height, width] and given != [1, height, width]:
+            raise ValueError(
+                f'log_sample_prior must have shape ({batch} or 1, {height}, {width}), a number per pixel, got {given}'
+            )
+        return log_sample_prior.unsqueeze(1)
+
     def _windows(
-        self, padded: Tensor, inside: Tensor | None, first: int, last: int, columns: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), and their mask (B h W', k²)."""
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """The windows of some rows as sets (B h W', C, k²), a view of (B h W', k², C), their mask and logits of q0."""
+        sets = self._cut(padded, first, last, columns).flatten(0, 2).mT
+        mask, logits = self._known(padded, pixels, first, last, columns)
+        return sets, mask, logits
+
+    def _known(
+        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The mask and the logits of q0 of the windows of some rows, (B h W', k²) each."""
+        mask: Tensor | None = None
+        logits: Tensor | None = None
+        inside, log_prior = pixels.inside, pixels.log_prior
+        if inside is not None:
+            mask = inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
+        if log_prior is not None:
+            logits = self._cut(log_prior, first, last, columns)  # (b, h, W', k², 1)
+            logits = logits.expand(padded.shape[0], -1, -1, -1, -1).flatten(3).flatten(0, 2)
+        return mask, logits
+
+    def _cut(self, padded: Tensor, first: int, last: int, columns: int) -> Tensor:
+        """(B, h, W', k², C) the windows of some rows."""
         taps: list[Tensor] = []
         for y, y_end, y_step, x, x_end, x_step in self._taps_of(first, last, columns):
             taps.append(padded[:, :, y:y_end:y_step, x:x_end:x_step].permute(0, 2, 3, 1))
-        windows = torch.stack(taps, 3)  # (B, h, W', k², C)
-        return windows.flatten(0, 2).mT, self._mask(padded, inside, first, last)
-
-    def _mask(self, padded: Tensor, inside: Tensor | None, first: int, last: int) -> Tensor | None:
-        if inside is None:
-            return None
-        return inside[first:last].flatten(2).flatten(0, 1).repeat(padded.shape[0], 1)
+        return torch.stack(taps, 3)
 
     def _taps_of(self, first: int, last: int, columns: int) -> list[tuple[int, int, int, int, int, int]]:
         """Where in the padded map the taps of the windows of some rows lie, as two slices each."""
@@ -233,6 +286,10 @@ class LocalROTPool2d(ROTPool):
         shape |= {'same': True} if self.same else {}
         shape |= {'count_include_pad': True} if self.count_include_pad else {}
         return f'{super().extra_repr()}, ' + ', '.join(f'{name}={value}' for name, value in shape.items())
+
+
+def _inside(taps: Tensor, size: int) -> Tensor:
+    return (taps >= 0) & (taps < size)
 
 
 class _CutWindows(torch.autograd.Function):

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, SolverName, View
+from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, View
 
 Start = Literal['mean', 'max', 'paper']
 Gain = Literal['off', 'scalar', 'channel']
@@ -30,10 +30,11 @@ class PoolOptions:
     """Options of an ROTP layer. The defaults are the recommended pooling, for layers, models and conversion alike.
 
     `PoolOptions.paper()` is the published layer. A weight is given by its positive initial value; None leaves that to
-    `start`. The objective is in the README, under "What it solves".
+    `start`. The objective is in docs/options.md.
 
     Attributes:
-        solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness) or 'badmm-q' (quadratic).
+        solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness), 'badmm-q' (quadratic), or the name of one
+            that you registered, see `register_solver`.
         num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
         num_inner: K, Sinkhorn steps in a module.
         implicit: Sinkhorn only: gradients by the implicit function theorem, which assumes convergence. Use it from
@@ -48,6 +49,7 @@ class PoolOptions:
         sample_penalty: α3.
         step: ρ of Bregman ADMM.
         proximal: τ of Sinkhorn's outer loop.
+        weights: of a registered solver, starting values of its weights that have no option above.
         similarity: of the structural term, 'covariance' or 'cosine'.
         prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β over the features that are averaged, β learned from 0; or
             'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
@@ -55,7 +57,8 @@ class PoolOptions:
         view: what the plan is computed from: 'identity' (the paper), 'rms' (each feature over its root mean square
             across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
-        backend: the implementation; 'auto' uses the explicit operators of 'torch' where they exist.
+        backend: the implementation; 'auto' is 'triton' on CUDA where that applies and has passed a check at first use,
+            and else the operators of 'torch'.
 
     Example:
         >>> from rotp_vision import PoolOptions
@@ -65,7 +68,7 @@ class PoolOptions:
         {'start': 'paper', 'view': 'identity', 'gain': 'off'}
     """
 
-    solver: SolverName = 'badmm-e'
+    solver: str = 'badmm-e'
     num_modules: int | None = None
     num_inner: int = 4
     implicit: bool = False
@@ -78,6 +81,7 @@ class PoolOptions:
     sample_penalty: float | Sequence[float] | None = None
     step: float | Sequence[float] | None = None
     proximal: float | Sequence[float] | None = None
+    weights: Mapping[str, float | Sequence[float]] | None = None
     similarity: Similarity = 'covariance'
     prior: Prior = 'uniform'
     prior_width: int | None = None
@@ -99,7 +103,8 @@ class PoolOptions:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
+                hint = '; register_solver makes one of your own known' if name == 'solver' else ''
+                raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}{hint}')
         for name in ('num_modules', 'num_inner', 'prior_width'):
             value = getattr(self, name)
             if value is not None or name == 'num_inner':
@@ -119,14 +124,26 @@ class PoolOptions:
             raise ValueError("implicit is an option of solver 'sinkhorn'")
         if self.implicit and self.backend == 'reference':
             raise ValueError("implicit is done by an operator, which backend='reference' does without; use 'auto'")
-        if self.coupled and self.solver == 'sinkhorn':
+        if self.coupled and self.solver not in ('badmm-e', 'badmm-q'):
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
         if self.coupled and self.modules < 3:
             raise ValueError(f'coupled needs num_modules of at least 3 for its penalties to act, got {self.modules}')
+        declared = self._declared
+        if declared is not None and self.start != 'mean':
+            raise ValueError(f'solver {self.solver!r} starts where it was registered to, got start={self.start!r}')
+        if self.weights is not None:
+            self._set('weights', {name: _numbers(name, value) for name, value in self.weights.items()} or None)
+        own = set() if declared is None else set(declared) - set(_WEIGHTS)
+        foreign = sorted(set(self.weights or ()) - own)
+        if foreign:
+            has = f'{self.solver!r} has {", ".join(sorted(own)) or "none"} there'
+            raise ValueError(f'weights takes those that a registered solver declares; {has}, got {", ".join(foreign)}')
         starting = self.starting_weights()
         unread = [name for name in _WEIGHTS if getattr(self, name) is not None and name not in starting]
         if self.solver != 'sinkhorn' and self.num_inner != PoolOptions.num_inner:
             unread.append('num_inner')
+        if declared is not None and self.structure:
+            unread.append('structure')
         if unread:
             raise ValueError(
                 f'{", ".join(unread)} has no effect with solver={self.solver!r}, coupled={self.coupled}, '
@@ -153,7 +170,7 @@ class PoolOptions:
                 )
 
     @classmethod
-    def paper(cls, solver: SolverName = 'badmm-e', **changes: Any) -> 'PoolOptions':
+    def paper(cls, solver: str = 'badmm-e', **changes: Any) -> 'PoolOptions':
         """The published layer: raw features, no gain, every weight from softplus(0); `changes` are further options."""
         published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'view': 'identity', 'gain': 'off'}
         return cls(**(published | changes))
@@ -167,13 +184,24 @@ class PoolOptions:
         """T, the number of modules."""
         if self.num_modules is not None:
             return self.num_modules
+        if self._declared is not None:
+            return SOLVERS[self.solver].num_modules
         return 1 if self.solver == 'sinkhorn' and self.structure == 0 else 4
+
+    @property
+    def _declared(self) -> Mapping[str, float] | None:
+        """The weights that a registered solver declares; None for the solvers of this package."""
+        return SOLVERS[self.solver].weights
 
     def to_solver(self) -> Solver:
         return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.implicit, self.backend)
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
         """The weights that this solver reads, and their initial values."""
+        declared = self._declared
+        if declared is not None:
+            given = {name: getattr(self, name) for name in _WEIGHTS} | dict(self.weights or {})
+            return {name: start if given.get(name) is None else given[name] for name, start in declared.items()}
         smoothness, step, feature_penalty, sample_penalty = {
             'paper': (PAPER_START,) * 4,
             # Each module of Bregman ADMM moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
@@ -276,3 +304,16 @@ def _refuse_unknown(names: Mapping[str, Any]):
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
         raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}; known are {", ".join(known)}')
+
+
+# The limits of the paper's Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness,
+# which outweighs any feature. In float32 larger values give the same plan.
+_STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
+MEAN_POOL = PoolOptions.paper(
+    'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
+)
+"""Average pooling as options of a ROT pool. With a prior of your own, `log_sample_prior=`, the mean that it weights."""
+MAX_POOL = PoolOptions.paper(
+    'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
+)
+"""Max pooling as options of a ROT pool."""

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.core import VIEW_FLOOR, Solver, StepWeights, positive_weights
+from rotp_vision.core import SOLVERS, VIEW_FLOOR, Solver, StepWeights, positive_weights, transforms_active
 from rotp_vision.layers.options import FLOAT32, PoolOptions
 
 # Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
@@ -106,6 +107,27 @@ class ModuleWeights(nn.Module):
         return StepWeights(**weights), None if gain is None else values[-1]
 
 
+class RegisteredWeights(nn.Module):
+    """The weights of the modules of a registered solver, which sees them as the attributes that it has declared."""
+
+    def __init__(self, options: PoolOptions):
+        super().__init__()
+        self.num_modules = options.modules
+        self.solver = options.solver
+        size = () if options.learn == 'shared' else (options.modules,)
+        for name, start in options.starting_weights().items():
+            setattr(self, name, PositiveWeight(start, size, options.learn != 'fixed'))
+
+    def forward(self) -> Any:
+        weights_type = SOLVERS[self.solver].weights_type
+        assert weights_type is not None
+        return weights_type(*(weight().expand(self.num_modules) for weight in self.children()))
+
+    def with_gain(self, gain: PositiveWeight | None, solver: Solver) -> tuple[Any, Tensor | None]:
+        """The weights, and that of `gain`."""
+        return self(), None if gain is None else gain()
+
+
 class AttentionPrior(nn.Module):
     """Learned prior marginals as logits (paper, section 4): wᵀ tanh(V X) over samples, U X 1 over features.
 
@@ -171,7 +193,7 @@ class NormPrior(nn.Module):
 
 def log_norm(x: Tensor) -> Tensor:
     """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log `VIEW_FLOOR`."""
-    if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+    if torch.jit.is_scripting() or transforms_active():  # pyright: ignore[reportPrivateImportUsage]
         return _log_norm(x)
     return _LogNorm.apply(x)  # pyright: ignore[reportReturnType]
 
@@ -183,8 +205,6 @@ def _log_norm(x: Tensor, floor: float = VIEW_FLOOR, scale: float = NORM_SCALE) -
 
 class _LogNorm(torch.autograd.Function):
     """`log_norm` with a backward that saves x, as the pooling does, instead of a scaled copy of it."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:

@@ -26,27 +26,75 @@ class ROTSetPool(ROTPool):
         >>> bags = torch.rand(2, 5, 8)
         >>> pool(bags, mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2])).shape
         torch.Size([2, 8])
-        >>> pool.forward_packed(torch.rand(8, 8), lengths=[5, 3]).shape
+        >>> pool(torch.rand(8, 8), lengths=[5, 3]).shape
         torch.Size([2, 8])
     """
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Pooled (B, D) of padded sets `x` (B, N, D); `mask` (B, N) is True where a sample exists."""
-        if x.dim() != 3:
-            raise ValueError(f'x must be sets of shape (B, N, D), got {tuple(x.shape)}')
-        return self.pool_sets(x.transpose(1, 2), mask)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        log_sample_prior: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """Pooled (B, D) of sets, padded or packed.
 
-    def forward_packed(self, x: Tensor, lengths: Sequence[int] | Tensor) -> Tensor:
-        """Pooled (B, D) of B sets that lie one after the other in `x` (ΣN, D), with `lengths` (B,).
-
-        Lengths given as a list cost no device synchronisation.
+        Args:
+            x: (B, N, D) padded sets; or, with `lengths`, (ΣN, D) sets that lie one after the other.
+            mask: (B, N), True where a sample exists; None where all do.
+            log_sample_prior: (B or 1, N) logits of q0, or (ΣN,) of packed sets, to which those of the layer's own prior
+                are added; None for uniform.
+            lengths: (B,) how many samples each of the packed sets has. A list costs no device synchronisation.
         """
-        sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if x.dim() != 2 or not sizes or min(sizes) < 1 or sum(sizes) != x.shape[0]:
-            raise ValueError(
-                f'lengths must be positive and add up to the rows of x (ΣN, D), got lengths that add up to '
-                f'{sum(sizes)} with least {min(sizes, default=0)} for x of shape {tuple(x.shape)}'
-            )
-        padded = pad_sequence(list(x.split(sizes)), batch_first=True)  # (B, N, D)
-        mask = torch.arange(padded.shape[1])[None, :] < torch.tensor(sizes)[:, None]
-        return self.forward(padded, mask.to(x.device, non_blocking=True))
+        return self.pool_sets(*_padded(x, mask, log_sample_prior, _sizes(x, mask, lengths)))
+
+    def log_plan(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        log_sample_prior: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
+        """The log plan of each set, of mass one, with the axes of `x`, -inf where masked; arguments as in `forward`."""
+        sizes = _sizes(x, mask, lengths)
+        log_plan = self.solve_sets(*_padded(x, mask, log_sample_prior, sizes)).transpose(1, 2)
+        if sizes is None:
+            return log_plan
+        return torch.cat([one[:size] for one, size in zip(log_plan, sizes, strict=True)])
+
+
+def _sizes(x: Tensor, mask: Tensor | None, lengths: Sequence[int] | Tensor | None) -> list[int] | None:
+    """The lengths of packed sets, checked; None for padded ones."""
+    if lengths is None:
+        if x.dim() != 3:
+            raise ValueError(f'x must be sets of shape (B, N, D), or (ΣN, D) with lengths, got {tuple(x.shape)}')
+        return None
+    sizes = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    if x.dim() != 2 or not sizes or min(sizes) < 1 or sum(sizes) != x.shape[0]:
+        raise ValueError(
+            f'lengths must be positive and add up to the rows of x (ΣN, D), got lengths that add up to '
+            f'{sum(sizes)} with least {min(sizes, default=0)} for x of shape {tuple(x.shape)}'
+        )
+    if mask is not None:
+        raise ValueError('packed sets have lengths, and no mask besides; got both')
+    return sizes
+
+
+def _padded(
+    x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, sizes: list[int] | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Sets (B, D, N), their mask and the logits of their prior; packed ones are padded."""
+    if sizes is not None:
+        num_samples = torch.tensor(sizes)[:, None]
+        mask = (torch.arange(max(sizes))[None, :] < num_samples).to(x.device, non_blocking=True)
+        if log_sample_prior is not None:
+            if log_sample_prior.shape != x.shape[:1]:
+                raise ValueError(
+                    f'log_sample_prior of packed sets must have shape ({x.shape[0]},), got '
+                    f'{tuple(log_sample_prior.shape)}'
+                )
+            log_sample_prior = pad_sequence(list(log_sample_prior.split(sizes)), batch_first=True)
+        x = pad_sequence(list(x.split(sizes)), batch_first=True)  # (B, N, D)
+    return x.transpose(1, 2), mask, log_sample_prior

@@ -1,6 +1,7 @@
 """ResNets with ROT pooling, registered in timm: resnet{18,34,50,101,152}_rotp{,_s,_q,_local}."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -8,7 +9,7 @@ from timm.models._registry import get_arch_pretrained_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, pool_options
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, pool_options
 
 __all__ = ['ROTPResNet']
 
@@ -30,6 +31,8 @@ class ROTPResNet(ResNet):
         >>> type(model).__name__, model.global_pool.options.view
         ('ROTPResNet', 'log')
     """
+
+    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012 - TorchScript, which would compile it, wants a list
 
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
         options = pool_options(rotp)
@@ -73,10 +76,24 @@ class ROTPResNet(ResNet):
         elif global_pool == 'rotp' or (global_pool is None and pool.is_identity()):
             self._install_pool()
 
+    @property
+    def _model_args(self) -> dict[str, Any]:
+        """The arguments with which timm saves the model: those it recorded, and the options as they are now."""
+        return dict(vars(self).get('_model_args', {})) | self.pool_arguments()
+
+    @_model_args.setter
+    def _model_args(self, arguments: Mapping[str, Any]):
+        vars(self)['_model_args'] = dict(arguments)
+
+    def pool_arguments(self) -> dict[str, Any]:
+        """The arguments that describe the pooling: all of its options, because a variant fills in what is left out."""
+        pools = {'rotp': self.global_pool, 'rotp_stem': self.maxpool}
+        return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool)}
+
     def no_weight_decay(self) -> set[str]:
         """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""
-        pools = [(name, module) for name, module in self.named_modules() if hasattr(module, 'log_plan')]
-        return {f'{name}.{key}' for name, module in pools for key in module.no_weight_decay()}
+        pools = [(name, module) for name, module in self.named_modules() if isinstance(module, ROTPool)]
+        return {f'{name}.{key}' for name, pool in pools for key in pool.no_weight_decay()}
 
 
 _LAYERS = {

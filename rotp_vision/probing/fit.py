@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from rotp_vision.probing.poolings import Pooling, all_poolings
+from rotp_vision.probing.poolings import OURS, Pooling, all_poolings
 from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
 
 Neck = Callable[[Tensor], Tensor]
@@ -27,17 +27,37 @@ class ProbeRow:
     """One kind of pooling as judged.
 
     Attributes:
-        name: 'average', 'max', 'average + max', 'GeM', 'softmax' or 'ROTP'.
+        name: 'average', 'max', 'average + max', 'GeM', 'softmax', 'Sinkhorn' or, for whatever a ROT pool can be (the
+            last two and max), 'ROTP'.
         pooling: with the parameters that were chosen on all images.
         score: balanced accuracy, the mean over the classes of the share of right predictions. Each image is judged by
             a classifier, and with parameters, that were found without its fold.
         difference: of the score to average pooling's on the same images, and its standard error over the groups.
+        error: mean squared error of the logits, in which classes weigh the same, judged likewise.
+        error_difference: likewise of the squared error.
     """
 
     name: str
     pooling: Pooling
     score: float
     difference: tuple[float, float]
+    error: float
+    error_difference: tuple[float, float]
+
+    @property
+    def setting(self) -> str:
+        """The parameters in words."""
+        return (
+            self.pooling.setting
+            if self.pooling.family == self.name
+            else f'{self.pooling.family} {self.pooling.setting}'
+        )
+
+    @property
+    def beats_average(self) -> bool:
+        """Whether it does by a standard error: of the score, or of the squared error at no lower score."""
+        (more, spread), (worse, spread_of_error) = self.difference, self.error_difference
+        return more > spread or (worse < -spread_of_error and more > -1e-9)  # equal scores differ by rounding
 
     def shown_difference(self) -> str:
         return '{:+.1f} ± {:.1f}'.format(*(100 * value for value in self.difference))
@@ -49,7 +69,8 @@ class ProbeResult:
 
     Attributes:
         rows: every kind of pooling, average first, ours last.
-        chosen: the row of ROTP if it beats average pooling by a standard error, otherwise that of average pooling.
+        chosen: the row of ROTP, the best that can be written as a ROT pool, if it beats average pooling; otherwise
+            that of average pooling.
         classifier: of the chosen pooling's features, fitted on all images, standardization folded in.
         num_images: how many images were used.
         num_groups: in how many groups they are.
@@ -74,21 +95,24 @@ class ProbeResult:
     @property
     def sentence(self) -> str:
         """What was chosen and why, in words."""
-        average, ours = self.rows[0], self.rows[-1]
-        points = f'{ours.shown_difference()} points'
-        if self.chosen is average:
-            return f'average pooling is chosen: ROTP does not beat it by a standard error ({points})'
-        text = f'ROTP is chosen ({ours.pooling.setting}): it beats average pooling by {points}'
+        average, ours = self.rows[0], self.chosen
+        if ours is average:
+            return 'average pooling is chosen: ROTP does not beat it by a standard error'
+        text = f'{ours.name} is chosen ({ours.setting}): {ours.shown_difference()} points over average pooling'
         better = [f'{row.name} ({100 * row.score:.1f})' for row in self.rows if row.score > ours.score]
-        return text + (f'; peers with a higher score: {", ".join(better)}' if better else '')
+        return text + (f'; with a higher score: {", ".join(better)}' if better else '')
 
     def table(self) -> str:
         """The rows as a Markdown table."""
-        lines = ['| pooling | parameters | balanced accuracy % | − average |', '| --- | --- | --- | --- |']
+        lines = ['| pooling | parameters | balanced accuracy % | − average | squared error | − average |']
+        lines.append('| --- ' * 6 + '|')
         for row in self.rows:
             name = row.name + (' (chosen)' if row is self.chosen else '')
-            difference = '' if row is self.rows[0] else row.shown_difference()
-            lines.append(f'| {name} | {row.pooling.setting} | {100 * row.score:.1f} | {difference} |')
+            cells = [name, row.setting, f'{100 * row.score:.1f}', row.shown_difference()]
+            cells += [f'{row.error:.4f}', '{:+.4f} ± {:.4f}'.format(*row.error_difference)]
+            if row is self.rows[0]:
+                cells[3] = cells[5] = ''
+            lines.append(f'| {" | ".join(cells)} |')
         return '\n'.join(lines)
 
     def __str__(self) -> str:
@@ -117,11 +141,13 @@ def fit_probe(
 ) -> ProbeResult:
     """Choose a pooling for a new classifier of a frozen network's maps, and fit that classifier.
 
-    Each pooling of a list (average, max, their mean, GeM, softmax, ROTP over temperature and norm prior) gets a ridge
-    classifier on its standardized features, in closed form, in which every class weighs the same. The score is
-    balanced accuracy by cross-validation over the groups. A kind of pooling with parameters is scored with those that
-    do best on the other folds, by classifiers that have seen neither; for it the folds are left out in pairs. ROTP is
-    chosen, with the parameters that do best on all folds, if it beats average pooling by a standard error.
+    Each pooling of a list (average, max, their mean, GeM, softmax, Sinkhorn over temperature and norm prior) gets a
+    ridge classifier on its standardized features, in closed form, in which every class weighs the same. The score is
+    balanced accuracy by cross-validation over the groups. The parameters of a pooling are those of the least squared
+    error, which depends less on single images than accuracy does. For its score they are chosen on the other folds, by
+    classifiers that have not seen the fold that is judged either: the folds are left out in pairs. ROTP, the best of
+    what a ROT pool can be, is chosen if it beats average pooling by a standard error of the score, or of the squared
+    error at no lower score.
 
     Args:
         maps: (n, C, H, W) maps or (n, N, C) tokens as the network's pool sees them, in any floating dtype.
@@ -139,7 +165,7 @@ def fit_probe(
         >>> maps[:, :, 1, 2] += 3 * torch.eye(8)[targets]  # the class shows at one place
         >>> result = rotp_vision.fit_probe(maps, targets)
         >>> [row.name for row in result.rows]
-        ['average', 'max', 'average + max', 'GeM', 'softmax', 'ROTP']
+        ['average', 'max', 'average + max', 'GeM', 'softmax', 'Sinkhorn', 'ROTP']
         >>> result.predict(maps[:3])
         tensor([0, 1, 2])
     """
@@ -157,16 +183,17 @@ def fit_probe(
     for pooling in tqdm(poolings, 'trying poolings', unit='pooling', disable=not progress):
         features = pooled_features(maps, pooling, neck)
         judged.append(_judge(RidgeFolds(features, targets, folds, num_classes), targets))
-    trials = _Trials(judged, targets, groups, folds)
-    families = dict.fromkeys(pooling.family for pooling in poolings)
+    trials = _Trials(judged, targets, folds)
+    places = {
+        name: [k for k, one in enumerate(poolings) if one.family == name] for name in (p.family for p in poolings)
+    }
+    places[OURS] = [k for k, pooling in enumerate(poolings) if k and pooling.options is not None]
+    average = trials.judged_as_chosen([0])
     rows = []
-    for name in families:
-        mine = [place for place, pooling in enumerate(poolings) if pooling.family == name]
-        right = trials.right_of_choice(mine)
-        difference = balanced_difference(right, trials.right(0), targets, groups)
-        rows.append(ProbeRow(name, poolings[trials.choice(mine)], balanced_accuracy(right, targets), difference))
-    ours = rows[-1]
-    chosen = ours if ours.difference[0] > ours.difference[1] else rows[0]
+    for name, mine in places.items():
+        judged_as_chosen, best = trials.judged_as_chosen(mine), poolings[trials.choice(mine)]
+        rows.append(make_row(name, best, judged_as_chosen, average, targets, groups))
+    chosen = rows[-1] if rows[-1].beats_average else rows[0]
     features = pooled_features(maps, chosen.pooling, neck)
     classifier = RidgeFolds(features, targets, torch.zeros_like(folds), num_classes).classifier()
     return ProbeResult(tuple(rows), chosen, classifier, len(targets), len(groups.unique()), num_folds, neck)
@@ -204,21 +231,25 @@ def checked_groups(
     return groups
 
 
+def as_sets(maps: Tensor) -> Tensor:
+    """(n, C, N) sets of maps (n, C, H, W) or tokens (n, N, C)."""
+    return maps.flatten(2) if maps.dim() == 4 else maps.transpose(1, 2)
+
+
 @torch.no_grad()
 def pooled_features(maps: Tensor, pooling: Pooling, neck: Neck | None) -> Tensor:
     """(n, C) features of maps (n, C, H, W) or tokens (n, N, C), after the network's neck."""
-    sets = maps.flatten(2) if maps.dim() == 4 else maps.transpose(1, 2)  # (n, C, N)
-    pooled = torch.cat([pooling(chunk.float()) for chunk in sets.split(_CHUNK)])
+    pooled = torch.cat([pooling(chunk.float()) for chunk in as_sets(maps).split(_CHUNK)])
     return pooled if neck is None else neck(pooled)
 
 
-def balanced_accuracy(right: Tensor, targets: Tensor) -> float:
-    """The mean over the classes of the share of right predictions `right` (n,)."""
-    return float(class_weights(targets).to(right) @ right)
+def balanced_mean(values: Tensor, targets: Tensor) -> float:
+    """The mean over the classes of the means of `values` (n,) over their images: of right predictions, the score."""
+    return float(class_weights(targets).to(values) @ values)
 
 
 def balanced_difference(ours: Tensor, theirs: Tensor, targets: Tensor, groups: Tensor) -> tuple[float, float]:
-    """Difference of two balanced accuracies on the same images, and its standard error over the groups.
+    """Difference of two balanced means over the same images, and its standard error over the groups.
 
     s² = G / (G − 1) Σ_g (Σ_{i ∈ g} w_i (d_i − mean of d over the class of i))²,   d the paired difference
     """
@@ -233,64 +264,64 @@ def balanced_difference(ours: Tensor, theirs: Tensor, targets: Tensor, groups: T
     return float(share.sum()), float(error)
 
 
-class _Judged(NamedTuple):
-    """How the classifiers of one pooling do: row k, image i by the one that has seen neither fold k nor that of i."""
+class Judged(NamedTuple):
+    """How classifiers do on images that they have not seen."""
 
-    right: Tensor  # (folds, n) 1.0 where the prediction is right
-    error: Tensor  # (folds, n) squared error of the logits
+    right: Tensor  # (…, n) 1.0 where the prediction is right
+    error: Tensor  # (…, n) squared error of the logits
+
+    @classmethod
+    def of(cls, logits: Tensor, targets: Tensor) -> 'Judged':
+        wanted = F.one_hot(targets, logits.shape[1])
+        return cls((logits.argmax(1) == targets).float(), (logits - wanted).square().sum(1))
 
 
-def _judge(ridge: RidgeFolds, targets: Tensor) -> _Judged:
-    right, error = torch.empty(2, ridge.num_folds, len(targets), device=targets.device)
+def make_row(name: str, pooling: Pooling, judged: Judged, average: Judged, targets: Tensor, groups: Tensor) -> ProbeRow:
+    """The row of a pooling, judged on the same images as average pooling."""
+    score, error = (balanced_mean(values, targets) for values in judged)
+    differences = [balanced_difference(*values, targets, groups) for values in zip(judged, average, strict=True)]
+    return ProbeRow(name, pooling, score, differences[0], error, differences[1])
+
+
+def _judge(ridge: RidgeFolds, targets: Tensor) -> Judged:
+    """(folds, n): row k, image i by the classifier that has seen neither fold k nor the fold of i."""
+    judged = Judged(*torch.empty(2, ridge.num_folds, len(targets), device=targets.device))
     for pair in combinations_with_replacement(range(ridge.num_folds), 2):
         images, logits = ridge.held_out(*pair)
-        wanted = targets[images]
-        is_right = (logits.argmax(1) == wanted).float()
-        errors = (logits - F.one_hot(wanted, logits.shape[1])).square().sum(1)
+        known = Judged.of(logits, targets[images])
         for k, own in (pair, pair[::-1]):
             mine = ridge.folds[images] == own
-            right[k, images[mine]], error[k, images[mine]] = is_right[mine], errors[mine]
-    return _Judged(right, error)
+            for values, new in zip(judged, known, strict=True):
+                values[k, images[mine]] = new[mine]
+    return judged
 
 
 class _Trials(NamedTuple):
-    """All poolings as judged, and the choice among some of them."""
+    """All poolings as judged by `_judge`, and the choice among some of them."""
 
-    judged: Sequence[_Judged]
+    judged: Sequence[Judged]
     targets: Tensor
-    groups: Tensor
     folds: Tensor
 
-    def right(self, place: int) -> Tensor:
-        """(n,) right predictions of the pooling at `place` on folds that its classifiers have not seen."""
-        return self.judged[place].right.gather(0, self.folds[None]).squeeze(0)
+    def of_own_fold(self, place: int) -> Judged:
+        """(n,) how the pooling at `place` does on each image, by a classifier that has not seen its fold."""
+        return Judged(*(values.gather(0, self.folds[None]).squeeze(0) for values in self.judged[place]))
 
-    def right_of_choice(self, places: Sequence[int]) -> Tensor:
-        """(n,) right predictions of the pooling that is chosen, for each fold, by the images of the other folds."""
-        right = self.right(places[0])
+    def judged_as_chosen(self, places: Sequence[int]) -> Judged:
+        """(n,) how the pooling does that is chosen, for each fold, by the images of the other folds."""
+        judged = self.of_own_fold(places[0])
         for k in range(int(self.folds.max()) + 1 if len(places) > 1 else 0):
-            right = torch.where(self.folds == k, self.right(self.choice(places, without=k)), right)
-        return right
+            best = self.of_own_fold(self.choice(places, without=k))
+            judged = Judged(*(torch.where(self.folds == k, *values) for values in zip(best, judged, strict=True)))
+        return judged
 
     def choice(self, places: Sequence[int], without: int | None = None) -> int:
-        """The place of the best pooling, by all images or by those of the other folds as if one did not exist.
+        """The place of the pooling with the least squared error on all images, or as if one fold did not exist."""
 
-        Of those whose accuracy is not a standard error below the best, it is the one with the least squared error,
-        which depends less on single images.
-        """
-        if without is None:
-            rights = {place: self.right(place) for place in places}
-            errors = {place: self.judged[place].error.gather(0, self.folds[None]).squeeze(0) for place in places}
-            images = slice(None)
-        else:
+        def error(place: int) -> float:
+            if without is None:
+                return balanced_mean(self.of_own_fold(place).error, self.targets)
             images = self.folds != without
-            rights = {place: self.judged[place].right[without, images] for place in places}
-            errors = {place: self.judged[place].error[without, images] for place in places}
-        targets, groups = self.targets[images], self.groups[images]
-        best = max(places, key=lambda place: balanced_accuracy(rights[place], targets))
+            return balanced_mean(self.judged[place].error[without, images], self.targets[images])
 
-        def is_near(place: int) -> bool:
-            difference, error = balanced_difference(rights[best], rights[place], targets, groups)
-            return difference <= error
-
-        return min(filter(is_near, places), key=lambda place: balanced_accuracy(errors[place], targets))
+        return min(places, key=error)

@@ -9,30 +9,29 @@ from torch import Tensor
 
 from rotp_vision.layers import PoolOptions, ROTPool
 
+# Whatever a ROT pool can be: Sinkhorn with a temperature and a norm prior, and softmax and max pooling.
 OURS = 'ROTP'
-_TEMPERATURES = (8.0, 4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
-_NORM_POWERS = (0.0, 1.0, 2.0, 4.0)
+_TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
+_NORM_POWERS = (0.0, 1.0, 2.0)
 _GEM_POWERS = (2.0, 3.0, 5.0, 8.0)
 _PENALTY = 3.0  # α3 over the temperature
 _AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
 
 
 class Pooling(NamedTuple):
-    """A pooling with nothing to learn.
+    """A pooling with its parameters.
 
     Attributes:
         family: what kind it is; poolings of one family differ in parameters.
         setting: these parameters in words.
         pool: from sets (B, D, N) to features (B, D), as a function or a ROT pool.
         options: those of the ROT pool that does the same, to be put into a network; None for a peer.
-        norm_power: β of that pool's prior.
     """
 
     family: str
     setting: str
     pool: Callable[[Tensor], Tensor] | ROTPool
     options: PoolOptions | None = None
-    norm_power: float = 0.0
 
     def __call__(self, sets: Tensor) -> Tensor:
         """(B, D) features of `sets` (B, D, N)."""
@@ -48,10 +47,6 @@ def _mean(sets: Tensor) -> Tensor:
     return sets.mean(2)
 
 
-def _max(sets: Tensor) -> Tensor:
-    return sets.amax(2)
-
-
 def _mean_max(sets: Tensor) -> Tensor:
     return (sets.mean(2) + sets.amax(2)) / 2
 
@@ -64,7 +59,7 @@ def _rot(family: str, setting: str, options: PoolOptions, norm_power: float = 0.
     pool = ROTPool(options).requires_grad_(False)
     if norm_power:
         pool.set_weights(norm_power=norm_power)
-    return Pooling(family, setting, pool, options, norm_power)
+    return Pooling(family, setting, pool, options)
 
 
 def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
@@ -76,17 +71,17 @@ def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
         gain='off',
     )
     setting = f'temperature {temperature:g}' + (f', norm power {norm_power:g}' if norm_power else '')
-    return _rot(OURS, setting, options, norm_power)
+    return _rot('Sinkhorn', setting, options, norm_power)
 
 
 AVERAGE = Pooling('average', '', _mean, softmax_options(_AS_MEAN))
 
 
 def all_poolings() -> list[Pooling]:
-    """Average first, then the peers, then ours."""
+    """Average first."""
     return [
         AVERAGE,
-        Pooling('max', '', _max),
+        _rot('max', '', PoolOptions('badmm-e', num_modules=1, start='max', gain='off')),
         Pooling('average + max', '', _mean_max),
         *(Pooling('GeM', f'p = {power:g}', partial(_gem, power=power)) for power in _GEM_POWERS),
         *(_rot('softmax', f'temperature {t:g}', softmax_options(t)) for t in _TEMPERATURES),

@@ -6,6 +6,7 @@ object is pickled and copied as its native class and its `Changes`.
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from rotp_vision.surgery.families import FAMILIES
 
 # The name of the pool that is added to a module whose method pools by itself.
 NEW_POOL = 'rot_pool'
+# The name under which timm saves a converted model and builds it again.
+CONVERTED = 'rotp_converted'
 # The mask argument (B, N) of timm's models for images of any shape: True where a patch exists.
 MASK = 'patch_valid'
 
@@ -36,6 +39,7 @@ class Changes(NamedTuple):
     guard: bool = False  # whether `reset_classifier` keeps the trained pool
     host: Host | None = None  # the method that calls the pool
     frozen: bool = False  # whether `train` leaves frozen modules in evaluation mode
+    architecture: str = ''  # the name of a timm model before conversion; afterwards timm saves it as CONVERTED
 
 
 def native_class(module: nn.Module) -> type[nn.Module]:
@@ -69,6 +73,10 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
         body[changes.host.method] = _hosting_method(native, changes.host)
     if changes.frozen:
         body['train'] = _train_unfrozen
+    if changes.architecture:
+        body['_model_args'] = property(_converted_arguments, _record_arguments)
+        # TorchScript would compile it.
+        body['__jit_unused_properties__'] = [*getattr(native, '__jit_unused_properties__', ()), '_model_args']
     return type(native.__name__, (native,), body)
 
 
@@ -133,3 +141,25 @@ def _train_unfrozen(self: nn.Module, mode: bool = True) -> nn.Module:
     native_class(self).train(self, mode)
     rest_frozen(self, mode)
     return self
+
+
+# timm saves what it recorded of a model's arguments, `_model_args`: of a converted model, those of CONVERTED.
+
+
+def recorded_arguments(model: nn.Module) -> dict[str, Any]:
+    """The arguments of the native network that timm recorded, without the number of classes, which may change."""
+    return {name: value for name, value in vars(model).get('_model_args', {}).items() if name != 'num_classes'}
+
+
+def _converted_arguments(self: nn.Module) -> dict[str, Any]:
+    from rotp_vision.surgery.convert import recipe
+
+    return recipe(self, changes_of(self).architecture, recorded_arguments(self))
+
+
+def _record_arguments(self: nn.Module, arguments: Mapping[str, Any]):
+    own = {'base', 'base_args', 'pools', 'folded'} | (
+        {'global_pool'} if arguments.get('global_pool') == 'rotp' else set()
+    )
+    native = {name: value for name, value in arguments.items() if name not in own}
+    vars(self)['_model_args'] = vars(self).get('_model_args', {}) | native

@@ -2,28 +2,31 @@
 
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from rotp_vision.core import SOLVERS
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
-from rotp_vision.surgery.classes import NEW_POOL, change, changes_of
+from rotp_vision.surgery.classes import CONVERTED, NEW_POOL, change, changes_of
 from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
 from rotp_vision.surgery.trace import undisturbed
+from rotp_vision.surgery.user_pool import NewPool, UserPool
 from rotp_vision.tables import text_table
 
 _logger = logging.getLogger('rotp_vision')
 
 Where = Literal['global', 'local', 'all']
+Make = PoolOptions | nn.Module | Callable[[int], nn.Module]
 
 
 class Replaced(NamedTuple):
-    """What a ROT pool has replaced."""
+    """What a new pool has replaced."""
 
     pool: FoundPool
     native: nn.Module | None  # None where a method pooled by itself
@@ -31,18 +34,19 @@ class Replaced(NamedTuple):
 
 def convert(
     model: nn.Module,
-    pool: PoolOptions | Mapping[str, Any] | str | None = None,
+    pool: PoolOptions | Mapping[str, Any] | str | nn.Module | Callable[[int], nn.Module] | None = None,
     where: Where | Sequence[str] = 'global',
     example_input: Tensor | tuple | None = None,
 ) -> nn.Module:
-    """Replace the pools of a model by ROT pools, in place; returns the same model. Nothing else about it changes.
+    """Replace the pools of a model by ROT pools, or your own, in place; returns the same model, otherwise unchanged.
 
     Args:
         model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
         pool: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper' for the published layer; None for the
             recommended pooling, `PoolOptions()`. With start 'mean' each pool starts next to what it replaces: average
             pools next to the mean, max pools next to the maximum. Padding is masked; an average pool that counts it
-            as zeros (`count_include_pad`) still does.
+            as zeros (`count_include_pad`) still does. For a global pool it may be a module of your own, which takes
+            maps (B, C, H, W), or tokens (B, N, C), and returns (B, C), or a function that makes one for C channels.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
         example_input: an input of the model, see `find_pools`.
@@ -51,13 +55,22 @@ def convert(
         ValueError: if there is no pool to replace, or one that cannot be replaced without changing the model otherwise.
 
     Example:
-        >>> import timm, rotp_vision
+        >>> import timm, torch, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet'))
         >>> list(rotp_vision.rot_pools(model))
         ['global_pool']
+
+        A pool of your own, here GeM with a fixed power:
+
+        >>> class GeM(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet'), GeM())
+        >>> type(rotp_vision.revert(model).global_pool).__name__
+        'SelectAdaptivePool2d'
     """
     refuse_wrapped(model)
-    options = pool_options(pool)
+    make = _maker(pool)
     inputs = example_inputs(model, example_input)
     found = find_pools(model, inputs)
     examples = _examples(inputs)
@@ -66,26 +79,44 @@ def convert(
     earlier = set(map(id, _converted(model).values()))
     whole = False
     try:
-        new = replace_pools(model, found, options, where)
+        new = replace_pools(model, found, make, where)
         reason = _why_not(model, examples, before, new)
         if reason:
             raise ValueError(f'cannot replace {reason}')
+        name_for_timm(model)
         whole = True
     finally:
         if not whole:  # because of any error, KeyboardInterrupt included
             _take_all(model, {path: pool for path, pool in _converted(model).items() if id(pool) not in earlier})
+            if not earlier:
+                _unname(model)
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
 
 def replace_pools(
-    model: nn.Module, found: list[FoundPool], options: PoolOptions, where: Where | Sequence[str]
-) -> dict[str, ROTPool]:
+    model: nn.Module, found: list[FoundPool], make: Make, where: Where | Sequence[str]
+) -> dict[str, NewPool]:
     """Replace the pools that were found; returns the new ones by path."""
-    new = [(pool, _new_pool(model, pool, options)) for pool in _choose(found, where)]
-    for pool, rot_pool in new:
-        _place(model, pool, rot_pool)
-    return {pool.path: rot_pool for pool, rot_pool in new}
+    new = [(pool, _new_pool(model, pool, make)) for pool in _choose(found, where)]
+    if isinstance(make, nn.Module) and len(new) > 1:
+        raise ValueError(
+            f'one module cannot be {len(new)} pools ({", ".join(pool.path for pool, _ in new)}); give a function that '
+            'makes one for a number of channels'
+        )
+    for pool, new_pool in new:
+        _place(model, pool, new_pool)
+    return {pool.path: new_pool for pool, new_pool in new}
+
+
+def _maker(pool: Any) -> Make:
+    """What makes the new pools: options of ROT pools, a module, or a function of the number of channels."""
+    if isinstance(pool, type):
+        raise ValueError(
+            f'pool must be a module, or a function that makes one for C channels, got the class {pool.__name__}; write '
+            f'{pool.__name__}(…), or lambda channels: {pool.__name__}(…)'
+        )
+    return cast(Make, pool) if callable(pool) else pool_options(pool)
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -107,7 +138,8 @@ def revert(model: nn.Module) -> nn.Module:
     if not converted:
         raise ValueError('the model has no converted pool to revert')
     _take_all(model, converted)
-    folded = [path for path, pool in converted.items() if pool.gain_folded]
+    _unname(model)
+    folded = [path for path, pool in converted.items() if isinstance(pool, ROTPool) and pool.gain_folded]
     if folded:
         warnings.warn(
             f'the layers after {", ".join(folded)} keep the gain that fold_gain moved into them, so that the reverted '
@@ -128,15 +160,24 @@ def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
         >>> list(rotp_vision.rot_pools(model))
         ['global_pool']
     """
-    pools: dict[str, ROTPool] = {}
+    return {path: pool for path, pool in _outermost(model, ROTPool).items() if isinstance(pool, ROTPool)}
+
+
+def new_pools(model: nn.Module) -> dict[str, NewPool]:
+    """The pools that `convert` knows by path: ROT pools, and those of the user's own that it has put in."""
+    return _outermost(model, NewPool)
+
+
+def _outermost(model: nn.Module, kind: Any) -> dict[str, Any]:
+    pools: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if isinstance(module, ROTPool) and not any(path.startswith(f'{outer}.') for outer in pools):
+        if isinstance(module, kind) and not any(path.startswith(f'{outer}.') for outer in pools):
             pools[path] = module
     return pools
 
 
 def describe(model: nn.Module) -> str:
-    """A table of the ROT pools of a model: path, old pool, new pool, parameters and input shape.
+    """A table of the ROT pools of a model, and of your own: path, old pool, new pool, parameters and input shape.
 
     Example:
         >>> import timm, rotp_vision
@@ -145,29 +186,72 @@ def describe(model: nn.Module) -> str:
         True
     """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
-    for path, pool in rot_pools(model).items():
+    for path, pool in new_pools(model).items():
         replaced = _replaced(pool)
         old = '' if replaced is None else replaced.pool.old
         shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
-        new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
+        if isinstance(pool, UserPool):
+            new = type(pool.pool).__name__
+        else:
+            new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
     return text_table(rows)
 
 
-def lift(model: nn.Module) -> list[tuple[str, ROTPool]]:
-    """Restore the native global pools; returns the ROT pools that were there, for `put_back`."""
+def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments from which CONVERTED builds a converted model again.
+
+    Args:
+        model: the converted model.
+        base: the native network's name.
+        base_args: arguments of the native network.
+    """
+    pools = rot_pools(model)
+    folded = [path for path, pool in pools.items() if pool.gain_folded]
+    options = {path: pool.options.to_dict() for path, pool in pools.items()}
+    return {'base': base, 'base_args': dict(base_args), 'pools': options} | ({'folded': folded} if folded else {})
+
+
+def name_for_timm(model: nn.Module):
+    """Let timm's `save_for_hf` and `push_to_hf_hub` write what builds the converted model, if it is one of timm's.
+
+    Pools of the user's own cannot be described there.
+    """
+    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    described = all(isinstance(pool, ROTPool) for pool in new_pools(model).values())
+    if described and architecture not in (None, CONVERTED):
+        change(model, architecture=architecture)  # first, so that what is half done can be undone
+        _set_architecture(model, CONVERTED)
+
+
+def _unname(model: nn.Module):
+    """Undo `name_for_timm`."""
+    if changes_of(model).architecture:
+        _set_architecture(model, changes_of(model).architecture)
+        change(model, architecture='')
+
+
+def _set_architecture(model: Any, name: str):
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': name}
+
+
+def lift(model: nn.Module) -> list[tuple[str, NewPool]]:
+    """Restore the native global pools; returns the pools that were there, for `put_back`."""
     lifted = [(path, pool) for path, pool in _converted(model).items() if _kind(pool) != 'local']
     for path, pool in lifted:
         _take(model, path, pool)
     change(model, guard=False)
+    if not _converted(model):
+        _unname(model)
     return lifted
 
 
-def put_back(model: nn.Module, lifted: Sequence[tuple[str, ROTPool]]):
+def put_back(model: nn.Module, lifted: Sequence[tuple[str, NewPool]]):
     for path, pool in lifted:
         replaced = _replaced(pool)
         assert replaced is not None
         _place(model, replaced.pool._replace(path=path), pool)
+    name_for_timm(model)
 
 
 def refuse_wrapped(model: nn.Module):
@@ -204,15 +288,38 @@ def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPoo
     return [by_path[path] for path in where]
 
 
-def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPool:
-    if found.reduction == 'max' and options.start == 'mean':
-        options = replace(options, start='max')
+def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:
     channels = found.input_shape[{'NCHW': 1, 'NHWC': 3, 'NLC': 2}[found.layout]]
+    # A method that pools by itself gets the pooled map with its axes kept, and may drop them.
+    flatten = found.output == 'flatten' and (found.host is None or found.host.family)
+    pool = _user_pool(found, make, channels, flatten)
+    if pool is None:
+        assert isinstance(make, PoolOptions)
+        pool = _rot_pool(model, found, make, channels, flatten)
+    like = next((p for p in model.parameters() if p.is_floating_point()), None)
+    if like is not None:
+        pool.to(like.device, like.dtype)
+    owner = found.path if found.host is None else found.path.rpartition('.')[0]
+    return pool.train(model.get_submodule(owner).training)
+
+
+def _user_pool(found: FoundPool, make: Make, channels: int, flatten: bool) -> UserPool | None:
+    if isinstance(make, PoolOptions):
+        return None
+    if found.kind == 'local':
+        raise ValueError(f'a pool of your own can replace a global pool, not the local {found.path} ({found.old})')
+    made = make if isinstance(make, nn.Module) else make(channels)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f'pool({channels}) must return a module that pools {channels} channels, got {made!r}')
+    return UserPool(made, cast(Any, found.layout), flatten)
+
+
+def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels: int, flatten: bool) -> ROTPool:
+    if found.reduction == 'max' and options.start == 'mean' and SOLVERS[options.solver].weights is None:
+        options = replace(options, start='max')
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
     elif found.kind == 'global':
-        # A method that pools by itself gets the pooled map with its axes kept, and may drop them.
-        flatten = found.output == 'flatten' and (found.host is None or found.host.family)
         pool = GlobalROTPool2d(
             options, channels, flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW'
         )
@@ -230,30 +337,26 @@ def _new_pool(model: nn.Module, found: FoundPool, options: PoolOptions) -> ROTPo
             same=same,
             count_include_pad=found.reduction == 'mean' and (native.count_include_pad or same),
         )
-    like = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if like is not None:
-        pool.to(like.device, like.dtype)
-    owner = found.path if found.host is None else found.path.rpartition('.')[0]
-    return pool.train(model.get_submodule(owner).training)
+    return pool
 
 
 # A converted pool keeps what it replaced, though not as a child, so that it does not appear in the state dict.
 
 
-def _replaced(pool: ROTPool) -> Replaced | None:
+def _replaced(pool: NewPool) -> Replaced | None:
     return pool.__dict__.get('replaced')
 
 
-def _kind(pool: ROTPool) -> str:
+def _kind(pool: NewPool) -> str:
     replaced = _replaced(pool)
     return '' if replaced is None else replaced.pool.kind
 
 
-def _converted(model: nn.Module) -> dict[str, ROTPool]:
-    return {path: pool for path, pool in rot_pools(model).items() if _replaced(pool) is not None}
+def _converted(model: nn.Module) -> dict[str, NewPool]:
+    return {path: pool for path, pool in new_pools(model).items() if _replaced(pool) is not None}
 
 
-def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
+def _place(model: nn.Module, found: FoundPool, pool: NewPool):
     parent_path, _, name = found.path.rpartition('.')
     parent = model.get_submodule(parent_path)
     native: Any = getattr(parent, name) if found.host is None else None
@@ -271,7 +374,7 @@ def _place(model: nn.Module, found: FoundPool, pool: ROTPool):
                 change(owner, guard=True)
 
 
-def _take(model: nn.Module, path: str, pool: ROTPool):
+def _take(model: nn.Module, path: str, pool: NewPool):
     replaced = _replaced(pool)
     assert replaced is not None
     if replaced.native is None:
@@ -284,7 +387,7 @@ def _take(model: nn.Module, path: str, pool: ROTPool):
         setattr(owner, alias, replaced.native)
 
 
-def _take_all(model: nn.Module, pools: Mapping[str, ROTPool]):
+def _take_all(model: nn.Module, pools: Mapping[str, NewPool]):
     for path, pool in pools.items():
         _take(model, path, pool)
     for module in model.modules():
@@ -303,7 +406,7 @@ def _examples(inputs: tuple) -> tuple:
     )
 
 
-def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, ROTPool]) -> str:
+def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, NewPool]) -> str:
     """Which of the new pools do not take the place of the old ones in the model, and why; empty if all do.
 
     All must run, and if they return what the old ones returned, the outputs must equal `before`. Otherwise a method
@@ -315,7 +418,10 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, R
     def give_old(path: str, replaced: Replaced, args: tuple, output: Tensor) -> Any:
         ran[path] = all(other is None for other in args[1:])
         if replaced.native is not None:
-            return replaced.native.forward(*args)  # without its hooks
+            known = replaced.native.forward(*args)  # without its hooks
+            if known.shape != output.shape:
+                raise ValueError(f'it returned {tuple(output.shape)} where {tuple(known.shape)} is wanted')
+            return known
         x, layout = args[0], replaced.pool.layout
         axes = {'NCHW': (2, 3), 'NHWC': (1, 2), 'NLC': (1,)}[layout]
         return (x.amax(axes) if replaced.pool.reduction == 'max' else x.mean(axes)).view_as(output)

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
 from rotp_vision.surgery.families import FAMILY_METHODS
-from rotp_vision.surgery.trace import Call, Trace, inside_rot_pool, source_of, undisturbed, watch
+from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, undisturbed, watch
+from rotp_vision.surgery.user_pool import NewPool
 
 Kind = Literal['global', 'local', 'tokens']
 Layout = Literal['NCHW', 'NHWC', 'NLC', 'NCL', '']
@@ -164,7 +165,7 @@ def _candidates(model: nn.Module, trace: Trace) -> tuple[list[Call], list[Call]]
         for call in last
         if call.method
         and not any(call.path == other.path or _inside(call.path, other.path) for other in modules)
-        and not inside_rot_pool(model, call.path)
+        and not inside_new_pool(model, call.path)
     ]
     candidates = sorted(outermost + functions, key=lambda call: call.time)
     return candidates, [
@@ -179,7 +180,7 @@ def _inside(path: str, other: str) -> bool:
 def _is_pool(call: Call) -> bool:
     """Whether a module reduces a map to one vector, has no parameters and is not a container."""
     module = call.module
-    if isinstance(module, ROTPool):
+    if isinstance(module, NewPool):
         return True
     if any(True for _ in module.parameters()):
         return False
@@ -217,8 +218,9 @@ def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout
 
 
 def _module_pool(call: Call) -> FoundPool:
-    if isinstance(call.module, ROTPool):
-        reason = 'it is a ROT pool already; revert(model) first if convert put it there'
+    if isinstance(call.module, NewPool):
+        kind = 'a ROT pool' if isinstance(call.module, ROTPool) else 'a converted pool'
+        reason = f'it is {kind} already; revert(model) first if convert put it there'
         layout, reduction, flat = '', 'other', True
     else:
         layout, reduction, flat = _probe(call.run, call.input_shape)
@@ -351,7 +353,7 @@ def _pools_one_pixel(module: nn.Module, shape: tuple[int, ...] | None) -> bool:
 
 def _is_attention_pool(module: nn.Module) -> bool:
     name = type(module).__name__.lower()
-    return 'attention' in name and 'pool' in name and not isinstance(module, ROTPool)
+    return 'attention' in name and 'pool' in name and not isinstance(module, NewPool)
 
 
 # Local pools
@@ -387,6 +389,10 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _readable(module: nn.Module) -> str:
-    if isinstance(module, ROTPool):
-        return f'{type(module).__name__}({module.options.solver})'
+    if isinstance(module, NewPool):
+        return (
+            f'{type(module).__name__}({module.options.solver})'
+            if isinstance(module, ROTPool)
+            else type(module.pool).__name__
+        )
     return ' '.join(repr(module).split())

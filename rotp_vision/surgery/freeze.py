@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from rotp_vision.surgery.classes import change, changes_of
-from rotp_vision.surgery.convert import refuse_wrapped, rot_pools
+from rotp_vision.surgery.convert import new_pools, refuse_wrapped
 from rotp_vision.surgery.views import Views
 
 _logger = logging.getLogger('rotp_vision')
@@ -17,7 +17,7 @@ _FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
 
 
 def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
-    """Freeze all of a model but its ROT pools, in place; returns the same model and logs which parameters train.
+    """Freeze all of a model but its new pools, in place; returns the same model and logs which parameters train.
 
     Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics and dropout
     stays off, also where the network itself applies it. `freeze(model, 'all')` undoes it. Freeze before DDP and the
@@ -71,18 +71,18 @@ def rest_frozen(model: nn.Module, mode: bool):
     for module in model.modules():
         if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
             module.training = mode
-    for pool in rot_pools(model).values():
+    for pool in new_pools(model).values():
         pool.train(mode)
 
 
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
     if train == 'all':
         return []
-    pools: list[nn.Module] = list(rot_pools(model).values())
+    pools: list[nn.Module] = list(new_pools(model).values())
     if not pools:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
-        raise ValueError("the ROT pools have nothing to train: their options say learn='fixed'")
+        raise ValueError("the pools have nothing to train; ROT pools have where their options do not say learn='fixed'")
     pools += [module.gain for module in model.modules() if isinstance(module, Views)]
     return pools if train == 'pool' else [*pools, *classifiers(model)]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.user_pool import NewPool
 
 
 class Call(NamedTuple):
@@ -204,11 +204,11 @@ def source_of(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> Source |
     return trace.source
 
 
-def inside_rot_pool(model: nn.Module, path: str) -> bool:
-    """Whether the module at `path` is a part of a ROTP layer."""
+def inside_new_pool(model: nn.Module, path: str) -> bool:
+    """Whether the module at `path` is a part of a pool that `convert` knows."""
     module = model
     for name in path.split('.') if path else []:
-        if isinstance(module, ROTPool):
+        if isinstance(module, NewPool):
             return True
         module = module.get_submodule(name)
     return False

@@ -103,10 +103,10 @@ def fingerprint(model: nn.Module, data: DataConfig, seed: int, views: int, other
     return digest.hexdigest()[:16]
 
 
-def _images_of(source: object) -> object:
+def images_of(source: object) -> object:
     """A value that changes when images are added, removed or modified; None if that cannot be known."""
     if isinstance(source, PartSource):
-        return [_images_of(source.whole), hashlib.sha256(source.indices.tobytes()).hexdigest()]
+        return [images_of(source.whole), hashlib.sha256(source.indices.tobytes()).hexdigest()]
     if isinstance(source, FolderSource):
         digest = hashlib.sha256()
         for file in source.files:
@@ -257,7 +257,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     if run.main:  # on other machines the copies of the images may have other modification times
         # Besides the weights, maps depend on the network, the normalization, the precision and the images.
         others = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
-        others += [len(run.train), len(run.val), _images_of(run.train), _images_of(run.val)]
+        others += [len(run.train), len(run.val), images_of(run.train), images_of(run.val)]
         name = fingerprint(model, data, config.seed, views, others)
     directory = cache_directory(config) / run.host.gather(name)[0]
     filler = torch.zeros(data.image_size, data.image_size, 3, dtype=torch.uint8)

@@ -51,11 +51,11 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
     maps, pooled = ran[index].input, ran[index].output.flatten(1)
     with torch.no_grad():
         if isinstance(pool, MapPool):
-            sets, log_plan = pool.sets(maps), pool.map_log_plan(maps)
+            sets, log_plan = pool.sets(maps), pool.sets(pool.log_plan(maps))
             grid = tuple(maps.shape[1:3] if pool.input_fmt == 'NHWC' else maps.shape[2:])
         else:
             sets = maps.transpose(1, 2)
-            log_plan, grid = pool.log_plan(sets), _grid(sets.shape[2], *images.shape[2:])
+            log_plan, grid = pool.solve_sets(sets), _grid(sets.shape[2], *images.shape[2:])
         sets = sets.to(log_plan.dtype)
         rows = log_plan.softmax(2)
         contributions = sets * rows

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from rotp_vision import LocalROTPool2d, PoolOptions
-from rotp_vision.layers import local_pool
-from rotp_vision.layers.hierarchical_pool import MAX_POOL, MEAN_POOL
+from rotp_vision.layers import MAX_POOL, MEAN_POOL, local_pool
 from tests.memory import most_memory
 
 GRID = list(itertools.product((1, 2, 3), (1, 2, 3), (0, 1), (1, 2), (False, True)))

@@ -23,8 +23,8 @@ def test_padded_equals_packed_equals_one_by_one(options):
         padded[i, : len(one)], mask[i, : len(one)] = one, True
         alone.append(pool(one.unsqueeze(0)))
     expected = torch.cat(alone)
-    torch.testing.assert_close(pool.forward_packed(packed, lengths), expected)
-    torch.testing.assert_close(pool.forward_packed(packed, torch.tensor(lengths)), expected)
+    torch.testing.assert_close(pool(packed, lengths=lengths), expected)
+    torch.testing.assert_close(pool(packed, lengths=torch.tensor(lengths)), expected)
     padded.requires_grad_()
     pooled = pool(padded, mask)
     torch.testing.assert_close(pooled, expected)
@@ -36,11 +36,11 @@ def test_padded_equals_packed_equals_one_by_one(options):
 
 def test_bad_input():
     pool = ROTSetPool()
-    with pytest.raises(ValueError, match=r'x must be sets of shape \(B, N, D\), got \(3, 4\)'):
+    with pytest.raises(ValueError, match=r'x must be sets of shape \(B, N, D\), or .*, got \(3, 4\)'):
         pool(torch.rand(3, 4))
     with pytest.raises(ValueError, match='add up to 4 with least 1 for x of shape'):
-        pool.forward_packed(torch.rand(5, 4), [3, 1])
+        pool(torch.rand(5, 4), lengths=[3, 1])
     with pytest.raises(ValueError, match='lengths must be positive'):
-        pool.forward_packed(torch.rand(3, 4), [3, 0])
+        pool(torch.rand(3, 4), lengths=[3, 0])
     with pytest.raises(ValueError, match='got none in set'):
         pool(torch.rand(2, 3, 4), torch.tensor([[True] * 3, [False] * 3]))

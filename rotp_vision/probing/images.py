@@ -1,0 +1,220 @@
+"""Labelled images of a folder or a parquet file, and their maps by a frozen network, computed once."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, default_collate
+from tqdm import tqdm
+
+from rotp_vision.evaluation import ImageFiles
+from rotp_vision.images import UnreadableImage
+from rotp_vision.layers import GlobalROTPool2d
+from rotp_vision.surgery.head import GlobalPool
+from rotp_vision.training.cache import fingerprint, images_of, is_whole, labels_file, shard_file, write_shard
+from rotp_vision.training.config import DataConfig
+from rotp_vision.training.data import Batch, Shard
+from rotp_vision.training.processes import iterate
+from rotp_vision.training.sources import FolderSource, HubSource
+
+FOLDER = 'folder'  # the one thing that images of a folder can be grouped by
+_SHARD = 128  # images whose maps are computed again after the process was killed
+
+
+class LabelledImages(NamedTuple):
+    """Images with classes and groups."""
+
+    source: FolderSource | HubSource
+    classes: list[str]  # names of those that have images
+    targets: Tensor  # (n,) class indices
+    groups: Tensor | None  # (n,)
+    identity: Any  # changes when the images do
+
+
+def open_images(path: Path, label: str, group_by: str | None) -> LabelledImages:
+    """The images at `path`, a folder of class folders or a parquet file in the layout of Hugging Face datasets."""
+    if path.is_dir():
+        return _open_folder(path, group_by)
+    if not path.is_file():
+        raise ValueError(f'there is neither a folder of images nor a parquet file at {path}')
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f'{path} is neither a folder of images nor a parquet file: {error}') from error
+    return _open_table(path, datasets.Dataset(table), label, group_by)
+
+
+def _open_folder(path: Path, group_by: str | None) -> LabelledImages:
+    files = ImageFiles(path, None)
+    problem = files.why_no_labels(len(files.classes))
+    if problem:
+        raise ValueError(f'images must be in class folders, but {problem}')
+    if group_by not in (None, FOLDER):
+        raise ValueError(
+            f'images of a folder can be grouped by {FOLDER!r} alone, the folder inside their class folder, got '
+            f'{group_by!r}; a parquet file has other columns'
+        )
+    source = FolderSource(path)
+    groups = _numbered([os.path.dirname(file) for file in source.files]) if group_by else None
+    return LabelledImages(source, source.classes, torch.tensor(source.labels), groups, images_of(source))
+
+
+def _open_table(path: Path, table: Any, label: str, group_by: str | None) -> LabelledImages:
+    columns = ', '.join(table.column_names)
+    for name, column in (('image', 'image'), ('label', label), ('group-by', group_by)):
+        if column is not None and column not in table.column_names:
+            where = 'there must be a column' if name == 'image' else f'{name} must be'
+            raise ValueError(f'{where} of {path.name} ({columns}), got {column!r}')
+    if table.features[label].dtype == 'string':
+        names, numbers = np.unique(np.asarray(table[label]), return_inverse=True)
+        feature = datasets.ClassLabel(names=names.tolist())
+        table = table.remove_columns(label).add_column(label, numbers.tolist(), feature=feature)
+    table = table.cast_column('image', datasets.Image(decode=False))
+    source = HubSource(table, DataConfig(path=str(path), label_key=label), path.name)
+    found, targets = np.unique(np.asarray(table[label]), return_inverse=True)
+    classes = [source.classes[number] for number in found]
+    groups = None if group_by is None else _numbered(table[group_by])
+    known = path.stat()
+    return LabelledImages(source, classes, torch.from_numpy(targets), groups, [known.st_size, known.st_mtime_ns])
+
+
+def _numbered(values: Any) -> Tensor:
+    return torch.from_numpy(np.unique(np.asarray([str(value) for value in values]), return_inverse=True)[1])
+
+
+@torch.no_grad()
+def cached_maps(
+    model: nn.Module,
+    pool: GlobalPool,
+    images: LabelledImages,
+    transform: Callable[[Any], Tensor],
+    image_shape: tuple[int, ...],
+    directory: Path,
+    *,
+    batch_size: int,
+    workers: int,
+    progress: bool,
+) -> Tensor:
+    """Float16 maps (n, C, H, W) or tokens (n, N, C) that the pool sees, from shards; missing ones are computed.
+
+    Args:
+        model: frozen but for pool and classifier, in eval mode.
+        pool: its global pool.
+        images: n of them.
+        transform: of an image to a tensor.
+        image_shape: of that tensor.
+        directory: of the shards, in a directory of its own for each network, transform and set of images.
+        batch_size: images in a forward pass.
+        workers: processes that read images.
+        progress: whether to show a progress bar.
+    """
+    device = next(model.parameters()).device
+    seen: list[Tensor] = []
+
+    def compute(batch: Tensor) -> Tensor:
+        model(batch.to(device))
+        return _as_kept(pool, seen.pop())
+
+    dataset = _Prepared(images.source, transform, torch.zeros(image_shape))
+    num_images = len(dataset)
+    identity = [type(model).__name__, str(transform), images.identity]
+    place = directory / fingerprint(model, DataConfig(), 0, 0, identity)
+    num_shards = -(-num_images // _SHARD)
+    files = [shard_file(place, 'probe', Shard(k, num_shards)) for k in range(num_shards)]
+    missing = [k for k in range(num_shards) if not is_whole(files[k])]
+    of_shard = {k: list(range(k, num_images, num_shards)) for k in missing}
+    batches_of = {
+        k: [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for k, rows in of_shard.items()
+    }
+    left = sum(map(len, of_shard.values()))
+    hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    try:
+        example = compute(torch.zeros(1, *image_shape))
+        _check_disk(place, 2 * example.numel() * left)
+        rows = [part for k in missing for part in batches_of[k]]
+        # With its own generator the loader does not draw its base seed from the random state of the process.
+        loader = DataLoader(
+            dataset, batch_sampler=rows, collate_fn=_collate, num_workers=workers, generator=torch.Generator()
+        )
+        batches = iterate(loader)
+        with tqdm(
+            None, 'computing maps', num_images, unit='image', initial=num_images - left, disable=not progress
+        ) as bar:
+            counted = _counted(batches, bar)
+            for k in missing:
+                write_shard(files[k], islice(counted, len(batches_of[k])), compute, len(of_shard[k]))
+    finally:
+        hook.remove()
+    maps = torch.empty(num_images, *example.shape[1:], dtype=torch.float16)
+    readable = torch.empty(num_images, dtype=torch.bool)
+    for k, file in enumerate(files):
+        maps[k::num_shards] = torch.from_numpy(np.load(file))
+        readable[k::num_shards] = torch.from_numpy(np.load(labels_file(file)) >= 0)
+    _refuse_unreadable(images.source, (~readable).nonzero().flatten().tolist())
+    return maps
+
+
+class _Prepared(Dataset):
+    """Prepared images and whether they could be read: 0, or -1 for a filler in place of one that could not."""
+
+    def __init__(self, source: FolderSource | HubSource, transform: Callable[[Any], Tensor], filler: Tensor):
+        self.source, self.transform, self.filler = source, transform, filler
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        try:
+            return self.transform(self.source.read(index)[0]), 0
+        except UnreadableImage:
+            return self.filler, -1
+
+
+def _collate(samples: list[tuple[Tensor, int]]) -> Batch:
+    images, readable = default_collate(samples)
+    return Batch(images, readable, [])
+
+
+def _as_kept(pool: GlobalPool, x: Tensor) -> Tensor:
+    """The input of the pool as maps (B, C, H, W) or tokens (B, N, C)."""
+    return x.permute(0, 3, 1, 2) if isinstance(pool, GlobalROTPool2d) and pool.input_fmt == 'NHWC' else x
+
+
+def _counted(batches: Iterator[Batch], bar: tqdm) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        bar.update(len(batch.labels))
+
+
+def _check_disk(directory: Path, needed: int) -> None:
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if needed * 1.02 > free:
+        raise OSError(
+            f'the maps need {needed / 2**30:.2f} GiB in {directory} but {free / 2**30:.2f} GiB are free: choose '
+            'another cache directory'
+        )
+
+
+def _refuse_unreadable(source: FolderSource | HubSource, indices: list[int]) -> None:
+    """Raise if some images cannot be read, with the names and the reasons of the first."""
+    reasons = []
+    for index in indices[:5]:
+        try:
+            source.read(index)
+        except UnreadableImage as error:
+            reasons.append(str(error))
+    if indices:
+        more = f'\n  and {len(indices) - 5} more' if len(indices) > 5 else ''
+        lines = '\n  '.join(reasons)
+        raise ValueError(
+            f'remove or replace the images that cannot be read, {len(indices)} of {len(source)}:\n  {lines}{more}'
+        )
