@@ -92,7 +92,7 @@ def measure(network: Network, model: nn.Module, found: dict[str, Any], args: arg
             plans = {
                 'CAM': torch.ones_like(sets) / sets.shape[2],
                 GEM: powers / powers.sum(2, keepdim=True),
-                'ROTP (ours)': pool.log_plan(sets).softmax(2),
+                'ROTP (ours)': pool.solve_sets(sets).softmax(2),
             }
             grid = maps.shape[2]
             inside = torch.stack([coverage(network, *boxes[files[i]], grid).flatten() for i in part.tolist()])

@@ -16,8 +16,7 @@ from benchmarks import evidence_report
 from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS, Maps, pooled
 from benchmarks.real_data import Network, column_of, maps_of
 from rotp_vision.probing import fit_probe
-from rotp_vision.probing.fit import balanced_accuracy
-from rotp_vision.probing.ridge import RidgeFolds, assign_folds
+from rotp_vision.probing.ridge import RidgeFolds, assign_folds, class_weights
 
 DATASETS = ('foda15', 'magnetic_tile6', 'cub25')
 LABELS = (5, 20, 60)  # of each class; all that there are where there are fewer
@@ -51,6 +50,11 @@ def groups_of(network: Network, args: argparse.Namespace, dataset: str, features
         return groups
     unit = F.normalize(features.float())
     return torch.from_numpy(connected_components((unit @ unit.T > NEAR).numpy(), directed=False)[1]).long()
+
+
+def balanced_accuracy(right: Tensor, targets: Tensor) -> float:
+    """The mean over the classes of the share of right predictions."""
+    return float(class_weights(targets) @ right)
 
 
 def draw(targets: Tensor, groups: Tensor, labels: int, seed: int) -> tuple[Tensor, Tensor]:
