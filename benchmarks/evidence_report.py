@@ -179,7 +179,7 @@ def _regret_table(settings: Sequence[Setting], names: Sequence[str]) -> list[dic
 
 def draw(settings: Sequence[Setting], names: Sequence[str]) -> Figure:
     """The regret of each pooling by task, the mean over the networks, and over all in the last column."""
-    tasks = list(dict.fromkeys(s.task for s in settings))
+    tasks = list(dict.fromkeys(s.task for s in sorted(settings, key=lambda s: FAMILIES.index(s.family))))
     columns = [[s for s in settings if s.task == task] for task in tasks]
     values = torch.tensor(
         [
@@ -189,7 +189,7 @@ def draw(settings: Sequence[Setting], names: Sequence[str]) -> Figure:
     )
     figure = Figure(figsize=(2.2 + 0.55 * (len(tasks) + 1), 1.6 + 0.36 * len(names)), layout='constrained')
     axes = figure.subplots()
-    axes.imshow(values.clamp_max(6).nan_to_num(0).numpy(), cmap='YlOrRd', aspect='auto', vmin=0, vmax=8)
+    axes.imshow(values.clamp_max(6).numpy(), cmap='YlOrRd', aspect='auto', vmin=0, vmax=8)
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
             axes.text(x, y, '' if value != value else f'{value:.1f}', ha='center', va='center', fontsize=8)
