@@ -131,7 +131,7 @@ def _launches(pool: nn.Module, x: Tensor) -> int | None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         pool(x).sum().backward()
         torch.cuda.synchronize(x.device)
-    return sum(event.device_type == DeviceType.CUDA for event in profiler.events())
+    return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or ())
 
 
 def _network_step(device: torch.device, args: argparse.Namespace) -> float:
