@@ -41,7 +41,7 @@ from rotp_vision.evaluation import Places, counted_places, places_sentence
 from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache, cache_directory
-from rotp_vision.training.calibration import average_gain, simpler_pooling, start_pooling
+from rotp_vision.training.calibration import average_gain, end_pooling, simpler_pooling, start_pooling
 from rotp_vision.training.checkpoint import (
     Checkpoint,
     Progress,
@@ -501,6 +501,8 @@ def train_stage(run: Run, model: nn.Module, stage: int, checkpoint: Checkpoint |
     if ema is not None:
         model.load_state_dict(ema.module.state_dict())
     share_buffers(model, accelerator)
+    if stage == 2 and not config.dry_run:
+        end_pooling(run, model)
     if stage == 2 and config.stage2.train != 'pool':
         # Average pooling would profit from the other trained weights too.
         gain = average_gain(run, model)

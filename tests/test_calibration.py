@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
-from rotp_vision.calibration import Setting, _Curve, _Search
+from rotp_vision.calibration import Setting, _Curve, _Search, fit_gain
 
 
 class Peaks(nn.Module):
@@ -55,6 +55,34 @@ def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
     assert '(chosen)' in report.table()
     report.plot(tmp_path / 'plot.png')
     assert (tmp_path / 'plot.png').stat().st_size > 5000
+
+
+def test_fit_gain_finds_the_gain_and_changes_nothing_else():
+    model = convert(Peaks(), {'smoothness': 0.3, 'step': 1.0}, example_input=torch.rand(2, 4, 8, 8))
+    pool = rot_pools(model)['global_pool']
+    batches, (x, y) = [peaks(128, 0), peaks(128, 1)], peaks(1024, 2)
+    pool.set_weights(gain=4.0)
+    before = pool.named_weights()
+    factor = fit_gain(model, batches)
+    torch.testing.assert_close(pool.named_weights(), {**before, 'gain': factor * before['gain']})
+
+    def loss(gain):
+        pool.set_weights(gain=gain)
+        with torch.no_grad():
+            return F.cross_entropy(model(x), y).item()
+
+    found = 4.0 * factor
+    assert loss(found) < min(loss(0.7 * found), loss(1.4 * found))  # on other images
+    pool.set_weights(gain=found)
+    assert fit_gain(model, batches) == pytest.approx(1.0, rel=0.02)
+    with pytest.raises(ValueError, match='has no gain to fit'):
+        fit_gain(convert(Peaks(), {'gain': 'off'}, example_input=torch.rand(2, 4, 8, 8)), batches)
+
+
+def test_fit_gain_leaves_a_gain_that_labels_say_nothing_about():
+    model = convert(Peaks(), {'smoothness': 0.3, 'step': 1.0}, example_input=torch.rand(2, 4, 8, 8))
+    x, _ = peaks(4, 0)
+    assert fit_gain(model, [(x, model(x).argmax(1).roll(1))]) <= 1.0
 
 
 def energies(count, seed):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rotp_vision.calibration import Calibration, calibrate
+from rotp_vision.calibration import Calibration, calibrate, fit_gain
 from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery import rot_pools
 from rotp_vision.surgery.head import find_global_pool, sets_of
@@ -60,6 +60,26 @@ def average_gain(run: Run, model: nn.Module) -> float | None:
     """The gain that the same images give average pooling in the place of the pool; None where they cannot tell."""
     report, _ = _fitted(run, copy.deepcopy(model), views=('rms',), priors=('uniform',))
     return None if report is None else report.average_gain.gain
+
+
+def end_pooling(run: Run, model: nn.Module) -> None:
+    """Fits the gain of the trained pooling to the images held out for calibration; all processes end with the same.
+
+    In stage 2 the pooling sees images that the network was trained on, which ask for a larger gain than others do.
+    """
+    try:
+        _, pool = find_global_pool(model)
+    except ValueError:  # pools of windows alone, or mixed ones, which are not calibrated either
+        return
+    if run.held is None or pool.gain is None:
+        return
+    broken = list[str]()
+    if run.main:
+        factor = fit_gain(model, _labelled(run, run.held, broken), max_images=len(run.held))
+        run.console.print(f'gain fitted to the {len(run.held)} images held out: × {factor:.3f}', soft_wrap=True)
+    run.note_broken(broken)
+    gain = run.host.gather(pool.named_weights()['gain'].cpu())[0]
+    pool.set_weights(gain=gain)
 
 
 def _fitted(run: Run, model: nn.Module, **search: Any) -> tuple[Calibration, None] | tuple[None, str]:
