@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.solver import Implementation, Solver, Windows, register_backend
-from rotp_vision.core.triton import check
 from rotp_vision.core.weights import StepWeights
 
 MAX_SAMPLES = 256  # a tile holds all samples of a set
@@ -71,7 +70,11 @@ def _pool_windows(
 
 def _softplus(betas: Sequence[Tensor], starts: Sequence[Tensor], checked: bool) -> tuple[Tensor, ...] | None:
     """`scaled_softplus` in one launch; None in a trace, which shall see plain operations."""
-    if any(_lacks(beta) is not None for beta in betas) or check.is_traced(betas[0]):
+    if any(_lacks(beta) is not None for beta in betas):
+        return None
+    from rotp_vision.core.triton import check
+
+    if check.is_traced(betas[0]):
         return None
     from rotp_vision.core.triton.coefficients import softplus
 
@@ -88,6 +91,8 @@ def _dtypes(tensors: Sequence[Tensor]) -> str:
 
 
 def _trusted(features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None) -> bool:
+    from rotp_vision.core.triton import check
+
     kind = 'sets' if windows is None else 'windows'
     configuration = check.Configuration(kind, check.device_of(features), solver.name, str(features.dtype), view)
     if check.is_traced(features):
