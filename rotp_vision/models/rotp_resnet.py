@@ -32,7 +32,9 @@ class ROTPResNet(ResNet):
         ('ROTPResNet', 'log')
     """
 
-    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012 - TorchScript, which would compile it, wants a list
+    # TorchScript would compile it, or take what is recorded behind it for an attribute; it wants lists.
+    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012
+    __jit_ignored_attributes__ = ['_model_args']  # noqa: RUF012
 
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
         options = pool_options(rotp)

@@ -75,8 +75,9 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
         body['train'] = _train_unfrozen
     if changes.architecture:
         body['_model_args'] = property(_converted_arguments, _record_arguments)
-        # TorchScript would compile it.
-        body['__jit_unused_properties__'] = [*getattr(native, '__jit_unused_properties__', ()), '_model_args']
+        # TorchScript would compile it, or take what is recorded behind it for an attribute.
+        for name in ('__jit_unused_properties__', '__jit_ignored_attributes__'):
+            body[name] = [*getattr(native, name, ()), '_model_args']
     return type(native.__name__, (native,), body)
 
 
