@@ -79,12 +79,6 @@ def test_fit_gain_finds_the_gain_and_changes_nothing_else():
         fit_gain(convert(Peaks(), {'gain': 'off'}, example_input=torch.rand(2, 4, 8, 8)), batches)
 
 
-def test_fit_gain_leaves_a_gain_that_labels_say_nothing_about():
-    model = convert(Peaks(), {'smoothness': 0.3, 'step': 1.0}, example_input=torch.rand(2, 4, 8, 8))
-    x, _ = peaks(4, 0)
-    assert fit_gain(model, [(x, model(x).argmax(1).roll(1))]) <= 1.0
-
-
 def energies(count, seed):
     """An object, on which all channels are strong and the class's a little more so; elsewhere some channel is."""
     generator = torch.Generator().manual_seed(seed)
