@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, store
+from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, reads_values, store
 from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
 
 # (tape, modules, each with one coefficient of every kind, *options) -> the logits and the sample vector of the pooling
@@ -56,7 +56,7 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
 
     def run_forward(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
         pooled = make_pooled(features)
-        eager = features.device.type == 'cpu'
+        eager = reads_values(features.device)
         with torch.autocast(features.device.type, enabled=False):
             batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
@@ -74,7 +74,7 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
-        eager = features.device.type == 'cpu'
+        eager = reads_values(features.device)
         with torch.autocast(features.device.type, enabled=False):
             batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             for sets, scratch in chunks(features, chunk_size(similarity, *extra)._replace(parts=1), log_p0.dtype):

@@ -14,6 +14,15 @@ CHUNK_ELEMENTS_ELSEWHERE = 2**25
 WIDE = 256  # so many features are worth being transposed set by set
 
 
+def reads_values(device: torch.device) -> bool:
+    """Whether operators may look at values on a device, as they do where chunks are made for its cache.
+
+    On a GPU a look would wait for all kernels before it. A test runs what a GPU would run by taking the CPU out of
+    `CHUNK_ELEMENTS`.
+    """
+    return device.type in CHUNK_ELEMENTS
+
+
 class Scratch:
     """Buffers (b, D, N) whose feature axis is contiguous, made once and reused for every chunk of a batch.
 
@@ -31,7 +40,7 @@ class Scratch:
         self._taken = 0
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
-        self.floor: float | None = -exponent_limit(dtype) / 2 if like.device.type == 'cpu' else None
+        self.floor: float | None = -exponent_limit(dtype) / 2 if reads_values(like.device) else None
 
     def start(self, num_sets: int) -> None:
         """Give all buffers back; from now on they hold `num_sets` sets, at most what they were made for."""
@@ -98,7 +107,7 @@ def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tup
     """Which sets are in each chunk of the batch `x` (B, D, N), with scratch memory of a dtype ready for it."""
     limit, workers = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS_ELSEWHERE), _workers(x.device)
     elements = x.shape[1] * x.shape[2]
-    if x.device.type == 'cpu':
+    if reads_values(x.device):
         largest = limit * chunk_size.enlarge * workers
         if chunk_size.multiplies:
             largest = max(largest, workers * elements)
@@ -112,7 +121,7 @@ def chunks(x: Tensor, chunk_size: ChunkSize, dtype: torch.dtype) -> Iterator[tup
 
 
 def _workers(device: torch.device) -> int:
-    return torch.get_num_threads() if device.type == 'cpu' else 1
+    return torch.get_num_threads() if reads_values(device) else 1
 
 
 def _even_size(total: int, most: int, workers: int) -> int:
