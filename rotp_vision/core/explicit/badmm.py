@@ -53,6 +53,8 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
         damped_u = tape.combine((module.kappa, u))
         s, v = tape.plan(Logits(module.kappa_beta, *rough, *force), damped_u, tape.log_q0)
         z = [(1.0, tape.combine(*z, (module.step, p), (module.minus_step, s)))]
+        del p  # whose memory the next may have
+        s = s if quadratic or structural else None
     raise AssertionError('there is at least one module')
 
 

@@ -1,6 +1,6 @@
-"""How an explicit solver becomes a pair of `torch.library` operators, the same for all of them.
+"""How a solver on the tape becomes a `torch.library` operator, the same for all of them.
 
-A solver brings one function that runs it on a `Tape`. The pair made of it keeps nothing for backward but its inputs,
+A solver brings one function that runs it on a `Tape`. The operator made of it keeps nothing for backward but its inputs,
 works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast says, is one node for
 `torch.compile` and `torch.export`, and can be taken apart again into plain tensor operations (`decompositions`) for a
 runtime that does not know it.
@@ -8,13 +8,14 @@ runtime that does not know it.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, reads_values, store
+from rotp_vision.core.explicit.scratch import LOG2_E, ChunkSize, NoScratch, chunks, reads_values, store
 from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
+from rotp_vision.core.operator import Pair, define
 
 # (tape, modules, each with one coefficient of every kind, *options) -> the logits and the sample vector of the pooling
 Run = Callable[..., tuple[Logits, Variable]]
@@ -31,14 +32,10 @@ def decompositions() -> dict[Any, Callable]:
 def _batch(features, log_p0, log_q0, coefficients, view, similarity, *, eager: bool) -> Batch:
     num_kinds, num_modules = coefficients.shape
     numbers = coefficients.t().tolist() if eager else [[math.nan] * num_kinds] * num_modules
-    values = [module.unbind() for module in coefficients.unbind(1)]
-    modules = [[Coefficient(*pair) for pair in zip(*each, strict=True)] for each in zip(values, numbers, strict=True)]
-    any_masked, ranges = True, [[-math.inf, 0.0], [-math.inf, 0.0]]
-    if eager and features.shape[0]:
-        present = log_q0[log_q0 != -torch.inf]
-        any_masked = present.numel() < log_q0.numel()
-        ranges = [torch.stack(log.aminmax()).tolist() for log in (log_p0, present)]
-    return Batch(features, log_p0, log_q0, view, similarity, modules, eager, any_masked, *ranges)
+    values, base_2 = ([module.unbind() for module in each.unbind(1)] for each in (coefficients, coefficients * LOG2_E))
+    modules = [list(map(Coefficient, *module)) for module in zip(values, base_2, numbers, strict=True)]
+    any_masked = not eager or bool((log_q0 == -torch.inf).any())
+    return Batch(features, log_p0, log_q0, view, similarity, modules, eager, any_masked)
 
 
 def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkSize]) -> None:
@@ -56,8 +53,8 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
 
     def run_forward(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
         pooled = make_pooled(features)
-        eager = reads_values(features.device)
         with torch.autocast(features.device.type, enabled=False):
+            eager = reads_values(features.device)
             batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
             enlarge, parts, multiplies = chunk_size(similarity, *extra)
@@ -74,8 +71,8 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
-        eager = reads_values(features.device)
         with torch.autocast(features.device.type, enabled=False):
+            eager = reads_values(features.device)
             batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             for sets, scratch in chunks(features, chunk_size(similarity, *extra)._replace(parts=1), log_p0.dtype):
                 tape = Tape(batch, sets, scratch, Needs(*needs))
@@ -109,65 +106,3 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
         len(Needs._fields),
     )
     _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole
-
-
-class Pair(NamedTuple):
-    """What an operator and its backward do, and what they return for tensors without values."""
-
-    forward: Callable
-    backward: Callable
-    fake_forward: Callable
-    fake_backward: Callable
-
-
-def define(name: str, pair: Pair, schema: str, schema_backward: str, num_inputs: int) -> None:
-    """Make the operators `torch.ops.rotp_vision.name` and `name_backward`, with autograd and vmap.
-
-    `name(*inputs, *options)`, of `num_inputs` tensors, gives the pooled features and maybe vectors for backward;
-    `name_backward(grad, *inputs, *vectors, needs, *options)` gives the gradients.
-    """
-    op = torch.library.custom_op(f'rotp_vision::{name}', pair.forward, mutates_args=(), schema=schema)
-    op_backward = torch.library.custom_op(
-        f'rotp_vision::{name}_backward', pair.backward, mutates_args=(), schema=schema_backward
-    )
-    op.register_fake(pair.fake_forward)
-    op_backward.register_fake(pair.fake_backward)
-
-    def setup_context(ctx, inputs, output) -> None:
-        tensors, ctx.options = inputs[:num_inputs], inputs[num_inputs:]
-        ctx.save_for_backward(*tensors, *(output[1:] if isinstance(output, tuple) else ()))
-        ctx.set_materialize_grads(False)  # vectors for backward have no gradients, and need no zeros in their place
-
-    def autograd_backward(ctx, grad, *_):
-        if grad is None:
-            return (None,) * (num_inputs + len(ctx.options))
-        needs = list(ctx.needs_input_grad[:num_inputs])
-        gradients = op_backward(grad, *ctx.saved_tensors, needs, *ctx.options)
-        wanted = [gradient if need else None for gradient, need in zip(gradients, needs, strict=True)]
-        return *wanted, *[None] * len(ctx.options)
-
-    op.register_autograd(autograd_backward, setup_context=setup_context)
-
-    def no_double_backward(ctx, *grads):
-        raise RuntimeError(f"{name} has no second derivative; use the solver's backend 'reference' for it")
-
-    op_backward.register_autograd(no_double_backward, setup_context=lambda ctx, inputs, output: None)
-    op.register_vmap(_one_by_one(op))
-    op_backward.register_vmap(_one_by_one(op_backward))
-
-
-def _one_by_one(op: Callable) -> Callable:
-    """The vmap rule that calls `op` once for every entry of the mapped axis."""
-
-    def rule(info, in_dims, *args):
-        def entry(i: int):
-            # A list has a list of Nones.
-            pairs = zip(args, in_dims, strict=True)
-            return op(*[arg.select(dim, i) if isinstance(dim, int) else arg for arg, dim in pairs])
-
-        results = [entry(i) for i in range(info.batch_size)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results), 0
-        return tuple(torch.stack(column) for column in zip(*results, strict=True)), (0,) * len(results[0])
-
-    return rule

@@ -16,20 +16,25 @@ class Structure:
     matrix that is called tall.
     """
 
-    def __init__(self, x: Tensor, masked: Tensor | None, similarity: Similarity, scratch: Scratch) -> None:
-        """Of X (b, D, N), zero on masked samples; `masked` (b, 1, N) says which are."""
+    def __init__(
+        self, x: Tensor, peak: Tensor | None, masked: Tensor | None, similarity: Similarity, scratch: Scratch
+    ) -> None:
+        """Of X (b, D, N), given as `x` + `peak` (b, D, 1), and zero where `masked` (b, 1, N)."""
+        if peak is not None:
+            x = torch.add(x, peak, out=scratch.take())
+            x = x if masked is None else scratch.fill(x, masked, 0.0)
         self._x, self._similarity = x, similarity
         self._transposed = x.shape[1] < x.shape[2]
         if similarity == 'covariance':
             count = x.shape[2] if masked is None else x.shape[2] - masked.sum(2, keepdim=True, dtype=x.dtype)
             left = torch.sub(x, x.sum(2, keepdim=True) / count, out=scratch.take())
-            if masked is not None:
-                left = torch.mul(left, ~masked, out=scratch.over(left))
-            right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take())
+            left = left if masked is None else scratch.fill(left, masked, 0.0)
+            right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take() if peak is None else scratch.over(x))
             self._scale = 1 / (count * x.shape[1])
         else:
             left, right = (torch.mul(x, length_scale(x, dim), out=scratch.take()) for dim in (2, 1))
             self._scale = 1.0
+        self._factors = left, right  # of which the next are views
         self._a, self._b = (right.mT, left.mT) if self._transposed else (left, right)
         self._gram = self._scale * (self._b.mT @ self._b)
         # With its shorter axis contiguous, beside a plan's contiguous features: the fastest way to multiply, the
@@ -37,19 +42,12 @@ class Structure:
         width = self._a.shape[2]
         self._twin = pad(self._a, (0, -width % 16)).contiguous()[..., :width]
         self._scratch = scratch
-        self._buffer: Tensor | None = None
-
-    def _spare(self) -> Tensor | None:
-        """A tall buffer, one for all."""
-        if self._buffer is None:
-            buffer = self._scratch.take()
-            self._buffer = None if buffer is None else self._tall(buffer)
-        return self._buffer
 
     def largest(self) -> float:
         """A bound on |Σ1 P Σ2|, P of mass one: the entries of both are below the largest on their diagonals."""
-        squares = torch.mul(self._a, self._a, out=self._spare())
-        return float(squares.sum(2).amax() * self._gram.diagonal(dim1=1, dim2=2).amax())
+        factor = self._factors[self._transposed]
+        squares = torch.mul(factor, factor, out=self._scratch.take()).sum(1 if self._transposed else 2)
+        return float(squares.amax() * self._gram.diagonal(dim1=1, dim2=2).amax())
 
     def _tall(self, values: Tensor) -> Tensor:
         """From (b, D, N) to a tall matrix, and back."""
@@ -64,16 +62,16 @@ class Structure:
         return torch.baddbmm(onto.mT, second.mT, first.mT, beta=beta, out=None if out is None else out.mT).mT
 
     def _weigh(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """values · weight (b, D, N) as a tall matrix and what its columns are yet to be multiplied with."""
-        tall, along = self._tall(values), self._tall(weight)
+        """(b, D, N) values · weight, and what the columns of it as a tall matrix are yet to be multiplied with."""
+        along = self._tall(weight)
         if along.shape[1] == 1:
-            return tall, along
-        return torch.mul(tall, along, out=self._spare()), None
+            return values, along
+        return torch.mul(values, weight, out=self._scratch.take()), None
 
     def push(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """W of the plan P = values · weight, and Pᵀ A, which `push_back` needs."""
-        tall, columns = self._weigh(values, weight)
-        projected = torch.bmm(tall.mT, self._twin)
+        weighed, columns = self._weigh(values, weight)
+        projected = torch.bmm(self._tall(weighed).mT, self._twin)
         if columns is not None:
             projected = projected * columns.mT
         return torch.bmm(self._gram, projected), projected
@@ -86,14 +84,17 @@ class Structure:
     def act(self, onto: Tensor, mixing: Tensor) -> Tensor:
         """`onto` + A Wᵀ, written over `onto`."""
         tall = self._tall(onto)
-        return self._tall(self._add_product(tall, self._a, mixing.mT, self._scratch.over(tall)))
+        out = self._scratch.over(tall)
+        product = self._add_product(tall, self._a, mixing.mT, out)
+        return self._tall(product) if out is None else onto
 
     def start_back(self, dx: Tensor | None) -> None:
         """From now on the gradient of X is added to `dx` (b, D, N), if wanted: complete after `end_back`."""
         # Through the centring of A nothing changes: A and so W have rows of mean zero, which d_a takes over.
         self._dx, self._d_a = dx, None
         if dx is not None:
-            self._d_a = self._tall(dx if self._similarity == 'covariance' else self._scratch.buffer().zero_())
+            self._d_factor = dx if self._similarity == 'covariance' else self._scratch.buffer().zero_()
+            self._d_a = self._tall(self._d_factor)
         self._d_gram = torch.zeros_like(self._gram)
 
     def act_back(self, grad: Tensor, mixing: Tensor, d_mixing: Tensor | None) -> Tensor:
@@ -109,9 +110,9 @@ class Structure:
         tall = self._tall(out)
         self._add_product(tall, self._a, d_projected.mT, tall, beta=0.0)
         if self._d_a is not None:
-            tall, columns = self._weigh(values, weight)
+            weighed, columns = self._weigh(values, weight)
             d_projected = d_projected if columns is None else d_projected.mul_(columns.mT)
-            self._add_product(self._d_a, tall, d_projected, self._d_a)
+            self._add_product(self._d_a, self._tall(weighed), d_projected, self._d_a)
             self._d_gram.baddbmm_(d_mixing, projected.mT)
 
     def push_product_back(self, d_mixing: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

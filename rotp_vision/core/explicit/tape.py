@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.explicit.scratch import (
+    LOG2_E,
     Exponents,
     Scratch,
     balance_rows,
     exponent_limit,
     exponentials,
-    shift_rows,
     store,
 )
 from rotp_vision.core.explicit.structure import Structure
@@ -45,14 +45,13 @@ class Coefficient:
     """A scalar that a solver multiplies with, of one module, the same for all chunks; they add to its gradient."""
 
     value: Tensor
+    base_2: Tensor  # the value times log2(e): what exponents of powers of two are made with
     number: float  # the value, NaN where it may not be read
-    along: Tensor | None = None  # (1, D, 1) the value as a feature vector, once somebody has made it
-    slopes: list[Tensor] = field(default_factory=list)  # terms of its gradient,
-    scaled_slopes: list[Tensor] = field(default_factory=list)  # and (b, ·, 1) whose sum is to be divided by the value
+    along: Tensor | None = None  # (1, D, 1) `base_2` as a feature vector, once somebody has made it
+    slopes: list[Tensor] = field(default_factory=list)  # terms of its gradient
 
     def gradient(self) -> Tensor:
-        total = torch.stack(self.slopes).sum() if self.slopes else torch.zeros_like(self.value)
-        return total + torch.cat(self.scaled_slopes).sum() / self.value if self.scaled_slopes else total
+        return torch.stack(self.slopes).sum() if self.slopes else torch.zeros_like(self.value)
 
 
 Factor = Coefficient | float
@@ -69,8 +68,6 @@ class Batch(NamedTuple):
     modules: list[list[Coefficient]]
     eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
     any_masked: bool  # whether some sample may be
-    p0_range: list[float]  # if eager, the smallest and the largest log p0
-    q0_range: list[float]  # and log q0 of samples that are not masked
 
 
 class Needs(NamedTuple):
@@ -91,42 +88,26 @@ class Variable:
 
     value: Tensor
     axis: int
-    reach: float = math.inf  # a bound on how far entries of a vector lie apart, on the size of those of a matrix
-    high: float = 0.0  # of the logarithm of a marginal, a bound on its entries
+    reach: float = math.inf  # a bound on the size of the entries of a matrix
     wanted: bool = True  # whether its gradient is
     read_again: bool = False  # whether the way back needs the value, for the gradient of a coefficient
     grad: Tensor | None = None
 
-    def add_grad(self, grad: Tensor, factor: Tensor | float = 1.0, *, own: bool = False) -> None:
-        """Add factor · grad; `own` if nobody else has it and the factor is one."""
-        if not self.wanted:
-            return
-        if self.grad is None:
-            self.grad = grad if own else grad * factor
-        elif isinstance(factor, Tensor):
-            self.grad.addcmul_(grad, factor)
-        else:
-            self.grad.add_(grad, alpha=factor)
-
-
-class _Pull(NamedTuple):
-    """A part of the gradient of a plan: factor · grad."""
-
-    grad: Tensor  # (b, D, N)
-    factor: Factor
-    last: bool  # whether nobody reads `grad` afterwards
+    def add_grad(self, grad: Tensor) -> None:
+        """Add to the gradient what nobody else writes to."""
+        if self.wanted:
+            self.grad = grad if self.grad is None else self.grad.add_(grad)
 
 
 @dataclass(eq=False, slots=True)
 class Plan:
-    """exponentials · weight, with the parts of its gradient."""
+    """exponentials · weight, with the parts of its gradient, each a matrix (b, D, N) and its factor."""
 
-    exponentials: Tensor  # (b, D, N), of the product of the priors (b, D, 1)
+    exponentials: Tensor  # (b, D, N), of the product of the priors (b, 1, N)
     weight: Tensor  # (b, D, 1) or (b, 1, N)
     potential: Variable | None  # log marginal - LSE(logits + vector); none of the product of the priors
     reach: float  # a bound on its entries
-    recorded: int  # how much was recorded before it
-    pulls: list[_Pull] = field(default_factory=list)
+    pulls: list[tuple[Tensor, Factor]] = field(default_factory=list)
 
 
 Terms = tuple[tuple[Factor, Variable | Plan], ...]
@@ -143,10 +124,14 @@ class Logits:
         self.shared: _Shared | None = None
         _note_reads(terms)
 
+    def push(self) -> float:
+        """A bound on the size of what the matrices add."""
+        return sum(abs(_number(factor)) * matrix.reach for factor, matrix in self.terms)
+
 
 @dataclass(eq=False, slots=True)
 class _Sweep:
-    """exp(logits + vector - top - a constant), with the gradient of the logits."""
+    """exp(logits + vector - top - a constant), with the gradient of the logits; top is in powers of two."""
 
     logits: Logits
     vector: Variable
@@ -159,7 +144,7 @@ class _Sweep:
 
     def log_sum(self) -> Tensor:
         """LSE(logits + vector) but for the constant."""
-        return self.total.log() if self.top is None else self.total.log() + self.top
+        return self.total.log() if self.top is None else self.total.log() + self.top / LOG2_E
 
 
 class _Shared(NamedTuple):
@@ -185,47 +170,32 @@ class Tape:
         """Of the sets of a chunk."""
         log_p0, log_q0 = batch.log_p0[sets].unsqueeze(2), batch.log_q0[sets].unsqueeze(1)
         self._masked = log_q0 == -torch.inf if batch.any_masked else None
-        self._seen = seen = Seen(batch.features[sets], batch.view, self._masked, scratch, batch.eager)
-        self._x = seen.x
-        self._needs = needs
+        self._seen = Seen(batch.features[sets], batch.view, self._masked, scratch, batch.eager)
+        self._x, self._peak = self._seen.x, self._seen.peak
+        self._spread, self._spread_was_read = self._seen.spread, False  # of the rows of X, at most
+        self._eager, self._scratch, self._needs = batch.eager, scratch, needs
         self.recording = needs is not None  # off, vectors are constants of what follows
-        self._scratch = scratch
         self._back: list[Callable[[], None]] = []
         wanted = needs or Needs(False, False, False, False)
         self._wants_slopes = wanted.coefficients
-        (p_low, p_high), (q_low, q_high) = batch.p0_range, batch.q0_range
-        self.log_p0 = Variable(log_p0, FEATURES, p_high - p_low, p_high, wanted.log_p0)
-        self.log_q0 = Variable(self._fill(log_q0, 0.0), SAMPLES, q_high - q_low, q_high, wanted.log_q0)
-        self._exp = {id(v): v.value.exp() for v in (self.log_p0, self.log_q0)}
-        self._peak: Tensor | None = None  # (b, D, 1) what is taken off X, so that the maximum of every row is zero
-        self._peaks: Variable | None = None
+        self.log_p0 = Variable(log_p0, FEATURES, wanted=wanted.log_p0)
+        self.log_q0 = Variable(self._fill(log_q0, 0.0), SAMPLES, wanted=wanted.log_q0)
+        self._marginals = {id(v): self._exp(v) for v in (self.log_p0, self.log_q0)}
+        # What is taken off X, up to a constant; whatever is taken off, the result is the same.
+        self.peaks: Variable | None = None
+        if self._peak is not None:
+            self.peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
         self.similarity = batch.similarity
         self._structure: Structure | None = None
         self._force_reach = math.inf
         if batch.similarity:
-            self._structure = Structure(self._x, self._masked, cast(Similarity, batch.similarity), scratch)
+            similarity = cast(Similarity, batch.similarity)
+            self._structure = Structure(self._x, self._peak, self._masked, similarity, scratch)
             self._force_reach = self._structure.largest() if batch.eager else math.inf
-        self._spread, self._spread_was_read = seen.spread, False  # of the rows of X, at most
-        if batch.eager:
-            ours = seen.may_overwrite and (batch.similarity != 'cosine' or needs is None)  # whose way back reads X
-            self._x, self._peak = shift_rows(self._x, self._masked, self._x if ours else scratch.take())
-        self._kept: dict[int, Tensor | None] = {}  # buffers of sweeps not recorded: one, with plans one for each axis
-        self._ring: list[Tensor | None] = []  # buffers of matrices not recorded
-        self._has_plans = False
         self._last: _Sweep | None = None  # the sweep whose exponentials were made last
-        self._free: list[Tensor] = []  # (b, D, N) buffers that are needed no more on the way back
-        self._spare: Tensor | None = None  # for the gradients of sweeps
-        self._shared_buffers: tuple[Tensor, Tensor] | None = None  # of the last shared exponentials
         self._stack: Tensor | None = None  # (count, b·N·D) the exponentials of recorded sweeps, one after the other,
         self._rows: tuple[Tensor, ...] = ()  # the same as buffers (b, D, N),
         self._scales: list[Coefficient] = []  # and how X enters each
-
-    @property
-    def peaks(self) -> Variable | None:
-        """What is taken off X, up to a constant; whatever is taken off, the result is the same."""
-        if self._peaks is None and self._peak is not None:
-            self._peaks = Variable(self._peak - self._peak.amax(FEATURES, keepdim=True), FEATURES, wanted=False)
-        return self._peaks
 
     def expect(self, num_sweeps: int) -> None:
         """Say how many sweeps there will be: all their shares in the gradient of X are then one product of matrices."""
@@ -240,65 +210,65 @@ class Tape:
         A matrix that comes first with a factor of one is used up, unless the way back needs its value.
         """
         (first, source), *others = terms
-        plan_sized = isinstance(source, Plan) or source.axis == BOTH
+        axis = source.axis if isinstance(source, Variable) else BOTH
         _note_reads(terms)
         if first == 1.0 and isinstance(source, Variable):
             value = source.value
-            kept = self.recording and source.read_again
-            out = self._room() if plan_sized and kept else self._scratch.over(value)
+            out = self._room(axis) if self.recording and source.read_again else self._scratch.over(value)
         else:
-            value = torch.mul(*_product(first, source), out=self._room() if plan_sized else None)
+            value = torch.mul(*_product(first, source), out=self._room(axis))
             out = self._scratch.over(value)
         for factor, other in others:
-            out = out if plan_sized else None
+            out = out if axis == BOTH else None
             if isinstance(other, Variable) and isinstance(factor, float):
                 value = torch.add(value, other.value, alpha=factor, out=out)
             else:
                 value = torch.addcmul(value, *_product(factor, other), out=out)
             out = self._scratch.over(value)
-        axis = source.axis if isinstance(source, Variable) else BOTH
         result = Variable(value, axis, sum(abs(_number(factor)) * other.reach for factor, other in terms))
-        return self._record(result, lambda: self._combine_back(result, terms))
 
-    def _combine_back(self, result: Variable, terms: Terms) -> None:
-        grad = result.grad
-        if grad is None:
+        def back() -> None:
+            grad, handed_on = result.grad, False
+            if grad is None:
+                return
+            for factor, source in terms:
+                if isinstance(source, Plan):
+                    source.pulls.append((grad, factor))
+                elif factor == 1.0 and source.grad is None and source.wanted and not handed_on:
+                    source.grad, handed_on = grad, True  # which is not written to before the plans have read it
+                else:
+                    self._pull(source, grad, factor)
+
+        return self._record(result, back)
+
+    def _pull(self, source: Variable, grad: Tensor, factor: Factor) -> None:
+        """Add factor · grad to the gradient of the source, and <grad, source> to that of the factor."""
+        if isinstance(factor, Coefficient):
+            self._add_slope(factor, grad, source.value)
+        if not source.wanted:
             return
-        handed_on, plans = False, []
-        for factor, source in terms:
-            if isinstance(source, Plan):
-                source.pulls.append(_Pull(grad, factor, False))
-                plans.append(source)
-                continue
-            if isinstance(factor, Coefficient):
-                self._add_slope(factor, grad, source.value)
-            if factor == 1.0 and source.axis == BOTH and source.grad is None and not handed_on:
-                source.grad, handed_on = grad, True  # which is not written to before the plans have read it
-            else:
-                self._add_grad(source, grad, factor)
-        if result.axis == BOTH:
-            if plans and not handed_on:
-                pulls = min(plans, key=lambda plan: plan.recorded).pulls  # of the plan that the way back meets last
-                pulls[-1] = pulls[-1]._replace(last=True)
-            elif not handed_on:
-                self._free.append(grad)
-            if all(result.value is not source.value for _, source in terms if isinstance(source, Variable)):
-                self._free.append(result.value)
+        value = _value(factor)
+        if source.grad is None:
+            source.grad = torch.mul(grad, value, out=self._room(source.axis))
+        elif isinstance(value, Tensor):
+            source.grad.addcmul_(grad, value)
+        else:
+            source.grad.add_(grad, alpha=value)
 
     def log_softmax(self, vector: Variable) -> Variable:
         """log softmax of a vector along its axis."""
         samples = vector.axis == SAMPLES
         value = (self._fill(vector.value, -torch.inf) if samples else vector.value).log_softmax(vector.axis)
-        result = Variable(self._fill(value, 0.0) if samples else value, vector.axis, vector.reach)
+        result = Variable(self._fill(value, 0.0) if samples else value, vector.axis)
 
         def back() -> None:
             if result.grad is not None:
                 grad = self._fill(result.grad, 0.0) if samples else result.grad
-                vector.add_grad(grad - value.exp() * grad.sum(vector.axis, keepdim=True), own=True)
+                vector.add_grad(grad - value.exp() * grad.sum(vector.axis, keepdim=True))
 
         return self._record(result, back)
 
-    # Sweeps
+    # Sweeps and plans
 
     def lse(self, logits: Logits, vector: Variable) -> Variable:
         """LSE(logits + vector) along the vector's axis: a vector along the other."""
@@ -306,7 +276,7 @@ class Tape:
             return self._shared_lse(logits.shared, vector)
         sweep = self._swept(logits, vector)
         sweep.has_lse = True
-        result = Variable(sweep.log_sum(), 3 - vector.axis, self._reach(logits))
+        result = Variable(sweep.log_sum(), 3 - vector.axis)
 
         def back() -> None:
             if result.grad is None:
@@ -322,77 +292,53 @@ class Tape:
     def plan(self, logits: Logits, vector: Variable, log_marginal: Variable) -> tuple[Plan, Variable]:
         """exp(log_marginal) · softmax(logits + vector) along its axis, and log_marginal - LSE(logits + vector).
 
-        The plan is zero on masked samples. Where nothing is recorded, it lasts until the next sweep along that axis.
+        The plan is zero on masked samples. A sweep has one plan, made after its log-sum-exp.
         """
-        sweep, self._has_plans = self._swept(logits, vector), True
-        marginal = self._exp.get(id(log_marginal))
-        weight = (log_marginal.value.exp() if marginal is None else marginal) / sweep.total
+        sweep = self._swept(logits, vector)
+        marginal, reach = self._marginals.get(id(log_marginal)) or self._exp(log_marginal)
+        weight = marginal / sweep.total
         if vector.axis == FEATURES:
             weight = self._fill(weight, 0.0)
-        simple = sweep.top is None and self._masked is None
-        potential = weight.log() if simple else log_marginal.value - sweep.log_sum()
-        potential = Variable(potential, 3 - vector.axis, log_marginal.reach + self._reach(logits))
-        plan = Plan(sweep.exponentials, weight, potential, math.exp(log_marginal.high), len(self._back))
-        return self._record(plan, lambda: self._plan_back(plan, sweep, log_marginal)), potential
+        potential = Variable(log_marginal.value - sweep.log_sum(), 3 - vector.axis)
+        plan = Plan(sweep.exponentials, weight, potential, reach)
 
-    def _plan_back(self, plan: Plan, sweep: _Sweep, log_marginal: Variable) -> None:
-        assert sweep.grad is None  # there is one plan of a sweep, made after its log-sum-exp
-        assert plan.potential is not None
-        axis, slope = sweep.vector.axis, plan.potential.grad
-        if plan.pulls:
-            grad, moved = self._weighted_pulls(plan, axis)
-            slope = moved if slope is None else slope.add_(moved)
-            out = grad if sweep.has_lse else sweep.exponentials
-            sweep.grad = torch.addcmul(grad, sweep.exponentials, slope / sweep.total, value=-1, out=out)
-        elif slope is not None:
-            out = self._spare if sweep.has_lse else sweep.exponentials
-            sweep.grad = torch.mul(sweep.exponentials, slope / -sweep.total, out=out)
-        if slope is not None:
+        def back() -> None:
+            grad, slope = self._weighted_pulls(plan, vector.axis)
+            if potential.grad is not None:
+                slope = potential.grad if slope is None else slope.add_(potential.grad)
+            if slope is None:
+                return
+            if grad is None:
+                out = self._scratch.take() if sweep.has_lse else sweep.exponentials
+                sweep.grad = torch.mul(sweep.exponentials, slope / -sweep.total, out=out)
+            else:
+                out = grad if sweep.has_lse else sweep.exponentials
+                sweep.grad = torch.addcmul(grad, sweep.exponentials, slope / -sweep.total, out=out)
             log_marginal.add_grad(slope)
 
-    def _weighted_pulls(self, plan: Plan, axis: int) -> tuple[Tensor, Tensor]:
-        """(b, D, N) the gradient of a plan times the plan, and its sum along an axis, kept.
+        return self._record(plan, back), potential
 
-        Weighted before it is summed up: then the two terms of a softmax with one entry cancel to the last bit, which
-        matters where the structural term has made them large.
-        """
-        total, exponentials = self._spare, plan.exponentials
-        assert total is not None
-        (grad, factor, last), *others = plan.pulls
-        torch.mul(grad, exponentials, out=total)
-        # The first factor comes to the weight, where it can be told from the sum again.
-        if isinstance(factor, Coefficient) and math.isfinite(factor.number) and factor.number != 0:
-            moved = total.mul_(plan.weight * factor.value).sum(axis, keepdim=True)
-            if self._wants_slopes:
-                factor.scaled_slopes.append(moved)
-        else:
-            total.mul_(plan.weight)
+    def _weighted_pulls(self, plan: Plan, axis: int) -> tuple[Tensor | None, Tensor | None]:
+        """(b, D, N) the gradient of a plan times the plan, and its sum along the axis of its softmax, kept."""
+        total, moved = None, None
+        for grad, factor in plan.pulls:
+            weight = plan.weight * _value(factor)
+            product = torch.mul(grad, plan.exponentials, out=self._scratch.take())
+            sums = product.sum(axis, keepdim=True)
             if isinstance(factor, Coefficient) and self._wants_slopes:
-                factor.slopes.append(total.sum())
-            if factor != 1.0:
-                total.mul_(_value(factor))
-            moved = None if others else total.sum(axis, keepdim=True)
-        if last:
-            self._free.append(grad)
-        for grad, factor, last in others:
-            part = torch.mul(grad, exponentials, out=grad if last else self._free_buffer()).mul_(plan.weight)
-            if isinstance(factor, Coefficient):
-                total.addcmul_(part, factor.value)
-                if self._wants_slopes:
-                    factor.slopes.append(part.sum())
-            else:
-                total.add_(part, alpha=factor)
-            self._free.append(part)
-        return total, moved if moved is not None and not others else total.sum(axis, keepdim=True)
+                factor.slopes.append((sums * plan.weight).sum())
+            total = product.mul_(weight) if total is None else total.addcmul_(product, weight)
+            moved = sums.mul_(weight) if moved is None else moved.addcmul_(sums, weight)
+        return total, moved
 
     def prior_plan(self) -> Plan:
         """The product of the priors, zero on masked samples."""
-        (p, q), high = self._exp.values(), self.log_p0.high + self.log_q0.high
-        plan = Plan(p, self._fill(q, 0.0), None, math.exp(high), len(self._back))
+        (p, p_reach), (q, q_reach) = self._marginals.values()
+        plan = Plan(self._fill(q, 0.0), p, None, p_reach * q_reach)
 
         def back() -> None:
-            if plan.pulls:
-                grad, by_feature = self._weighted_pulls(plan, SAMPLES)
+            grad, by_feature = self._weighted_pulls(plan, SAMPLES)
+            if grad is not None and by_feature is not None:
                 self.log_p0.add_grad(by_feature)
                 self.log_q0.add_grad(grad.sum(FEATURES, keepdim=True))
 
@@ -402,9 +348,9 @@ class Tape:
         """Σ1 P Σ2 of a plan P of mass one, see `structural_force`; as a matrix of `Structure`."""
         structure = self._structure
         assert structure is not None
-        values, weight = plan.exponentials, plan.weight
+        values, weight, projected = plan.exponentials, plan.weight, None
         if plan.potential is None:
-            value, projected = structure.push_product(values, weight), None
+            value = structure.push_product(weight, values)
         else:
             value, projected = structure.push(values, weight)
         result = Variable(value, MIXING, self._force_reach)
@@ -413,15 +359,16 @@ class Tape:
             if result.grad is None:
                 return
             if projected is None:
-                d_log_p, d_log_q = structure.push_product_back(result.grad, values, weight)
-                self.log_p0.add_grad(d_log_p)
-                self.log_q0.add_grad(d_log_q)
+                for prior, grad in zip((self.log_p0, self.log_q0), structure.push_product_back(result.grad, weight, values)):
+                    prior.add_grad(grad)
             else:
-                out = self._free_buffer()
+                out = self._scratch.buffer()
                 structure.push_back(result.grad, values, weight, projected, out)
-                plan.pulls.append(_Pull(out, 1.0, True))
+                plan.pulls.append((out, 1.0))
 
         return self._record(result, back)
+
+    # Many sweeps of the same logits
 
     def share(self, logits: Logits) -> None:
         """Say that many sweeps are of these logits: they then need one exponential, where none of it can underflow.
@@ -433,20 +380,56 @@ class Tape:
         limit = exponent_limit(self._x.dtype)
         if self._peak is None or (not logits.terms and not self._spread_within(limit / abs(logits.scale.number))):
             return
-        if self._needs is not None or self._shared_buffers is None:
-            buffer = self._scratch.buffer()
-            self._shared_buffers = self._scratch.buffer(), buffer.mT.view(buffer.shape)
-        exponents, twin = self._shared_buffers  # where nobody goes back, those of the module before
-        torch.mul(self._x, logits.scale.value, out=exponents)
+        exponents = self._scratch.buffer()
+        torch.mul(self._x, logits.scale.base_2, out=exponents)
         top = None
         if logits.terms:
-            _, top = shift_rows(self._add_terms(exponents, logits), self._masked, exponents)
-            if not -float(exponents.amin()) < limit:
+            exponents = self._add_terms(exponents, logits)
+            hidden = exponents if self._masked is None else exponents.masked_fill(self._masked, -torch.inf)
+            top = hidden.amax(SAMPLES, keepdim=True)
+            exponents.sub_(top)
+            if self._masked is not None:
+                exponents.masked_fill_(self._masked, 0.0)
+            if not -float(exponents.amin()) < limit * LOG2_E:
                 return
-        store(exponents.exp_(), twin)
+            top = top / LOG2_E
+        twin = self._scratch.take(samples_last=True)
+        assert twin is not None
+        store(exponents.exp2_(), twin)
         shared = logits.shared = _Shared(exponents, twin, top, [], [])
         if self._needs is not None:
             self._back.append(lambda: self._add_shared(shared, logits))
+
+    def _add_shared(self, shared: _Shared, logits: Logits) -> None:
+        """Add up the gradients of all sweeps of the same logits."""
+        if shared.left:
+            grad = self._scratch.buffer()
+            torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=grad.mT)
+            self._logits_back(grad.mul_(shared.exponentials), logits, in_stack=False)
+
+    def _shared_lse(self, shared: _Shared, vector: Variable) -> Variable:
+        weights, top = self._shared_weights(shared, vector)
+        total = shared.sum(weights, vector.axis)
+        result = Variable(total.log() if top is None else total.log() + top, 3 - vector.axis)
+
+        def back() -> None:
+            if result.grad is None:
+                return
+            grad = result.grad / total
+            vector.add_grad(shared.sum(grad, 3 - vector.axis).mul_(weights))
+            left, right = (grad, weights) if vector.axis == SAMPLES else (weights, grad)
+            shared.left.append(left)
+            shared.right.append(right)
+
+        return self._record(result, back)
+
+    def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor | None]:
+        """What E is weighted with, largest one, and what the logarithm of the sum lacks but for a constant."""
+        if vector.axis == SAMPLES:
+            values = self._fill(vector.value, -torch.inf)
+            return (values - values.amax(SAMPLES, keepdim=True)).exp_(), shared.top
+        values = vector.value if shared.top is None else vector.value + shared.top
+        return (values - values.amax(FEATURES, keepdim=True)).exp_(), None
 
     def fixed_point(self, logits: Logits, before: Variable, between: Variable, after: Variable, rate: Tensor) -> None:
         """Say that `after` = F(`before`) is where F ends, a step of Sinkhorn scaling by way of `between`.
@@ -466,30 +449,6 @@ class Tape:
             after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT
 
         self._record(after, back)
-
-    def _shared_lse(self, shared: _Shared, vector: Variable) -> Variable:
-        weights, top = self._shared_weights(shared, vector)
-        total = shared.sum(weights, vector.axis)
-        result = Variable(total.log() if top is None else total.log() + top, 3 - vector.axis)
-
-        def back() -> None:
-            if result.grad is None:
-                return
-            grad = result.grad / total
-            vector.add_grad(shared.sum(grad, 3 - vector.axis), weights)
-            left, right = (grad, weights) if vector.axis == SAMPLES else (weights, grad)
-            shared.left.append(left)
-            shared.right.append(right)
-
-        return self._record(result, back)
-
-    def _shared_weights(self, shared: _Shared, vector: Variable) -> tuple[Tensor, Tensor | None]:
-        """What E is weighted with, largest one, and what the logarithm of the sum lacks but for a constant."""
-        if vector.axis == SAMPLES:
-            values = self._fill(vector.value, -torch.inf)
-            return (values - values.amax(SAMPLES, keepdim=True)).exp_(), shared.top
-        values = vector.value if shared.top is None else vector.value + shared.top
-        return (values - values.amax(FEATURES, keepdim=True)).exp_(), None
 
     # The end
 
@@ -515,37 +474,32 @@ class Tape:
         None where not wanted. Those of coefficients are added to them.
         """
         assert self._needs is not None
-        needs = self._needs
-        spare = self._spare = self._scratch.buffer()
+        spare = self._scratch.buffer()
         grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
         separate = self._seen.averaged is not None
         features = self._x if self._seen.averaged is None else self._seen.averaged
         in_stack, exponentials = sweep.in_stack, sweep.exponentials
         mean = torch.mul(exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
-        out = self._scratch.buffer() if in_stack else exponentials
-        d_features = torch.mul(exponentials, grad / sweep.total, out=out)
+        d_features = torch.mul(exponentials, grad / sweep.total, out=self._scratch.take() if in_stack else exponentials)
         sweep.grad = torch.sub(features, mean, out=exponentials if in_stack else spare).mul_(d_features)
         if separate or self._structure is not None or not in_stack:
             # X itself is next to zero where it weighs most, so that little is rounded.
             balance_rows(sweep.grad, d_features, grad)
         self._dx: Tensor | None = None
-        if needs.features:
-            self._dx = self._scratch.buffer() if separate else d_features
-        self._dx_is_blank = separate
+        if self._needs.features:
+            self._dx = self._scratch.buffer().zero_() if separate else d_features
         if self._structure is not None:
-            if self._dx is not None and separate:
-                self._dx.zero_()
-                self._dx_is_blank = False
             self._structure.start_back(self._dx)
         self._sweep_back(sweep)
+        del sweep
         while self._back:
             self._back.pop()()  # which holds the tape: once dropped, its memory is free without the garbage collector
         if self._structure is not None:
             self._structure.end_back()
         self._stack_back()
         if self._dx is not None:
-            self._dx = self._seen.back(self._dx, d_features, self._x, self._peak, grad, mean * grad, spare)
+            self._dx = self._seen.back(self._dx, d_features, grad, mean * grad, self._scratch.buffer())
         priors = self.log_p0, self.log_q0
         return [
             self._dx,
@@ -562,7 +516,7 @@ class Tape:
                 scale.slopes.append(slope)
         if self._dx is not None:
             scales = torch.stack([scale.value for scale in self._scales])
-            self._dx.mT.view(-1).addmv_(self._stack.t(), scales, beta=0 if self._dx_is_blank else 1)
+            self._dx.mT.view(-1).addmv_(self._stack.t(), scales)
 
     # Inside
 
@@ -570,20 +524,19 @@ class Tape:
         """A sample vector with a number on masked samples."""
         return vector if self._masked is None else vector.masked_fill(self._masked, value)
 
+    def _exp(self, log_marginal: Variable) -> tuple[Tensor, float]:
+        """A marginal, and a bound on its entries."""
+        marginal = log_marginal.value.exp()
+        return marginal, float(marginal.amax()) if self._eager else math.inf
+
     def _record(self, result: Recorded, back: Callable[[], None]) -> Recorded:
         if self._needs is not None and self.recording:
             self._back.append(back)
         return result
 
-    def _room(self) -> Tensor | None:
-        """A buffer for a matrix; where nothing is recorded, it lasts until the third matrix after it."""
-        if self.recording:
-            return self._scratch.take()
-        if len(self._ring) < 3:
-            self._ring.append(self._scratch.take())
-        else:
-            self._ring.append(self._ring.pop(0))
-        return self._ring[-1]
+    def _room(self, axis: int) -> Tensor | None:
+        """A buffer where a matrix goes; other results are small."""
+        return self._scratch.take() if axis == BOTH else None
 
     def _swept(self, logits: Logits, vector: Variable) -> _Sweep:
         """The sweep of these, recorded; if they were those of the last one, that."""
@@ -591,60 +544,53 @@ class Tape:
         if sweep is None or sweep.logits is not logits or sweep.vector is not vector:
             sweep = self._sweep(logits, vector)
             if self._needs is not None and self.recording:
-                self._back.append(lambda sweep=sweep: self._end_sweep(sweep))
+                self._back.append(lambda sweep=sweep: self._sweep_back(sweep))
         return sweep
 
     def _sweep(self, logits: Logits, vector: Variable) -> _Sweep:
+        self._last = None  # whose memory may be used again
         in_stack = self._stack is not None
         if in_stack:
             self._scales.append(logits.scale)
-        self._last = _Sweep(logits, vector, in_stack, *self._exponentials(logits, vector))
+        out = self._rows[len(self._scales) - 1] if in_stack else self._scratch.take()
+        self._last = _Sweep(logits, vector, in_stack, *self._exponentials(logits, vector, out))
         return self._last
 
-    def _exponentials(self, logits: Logits, vector: Variable) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _exponentials(
+        self, logits: Logits, vector: Variable, out: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """exp(logits + vector - top - a constant), their sum along the vector's axis, and top."""
-        if self._stack is not None:
-            out = self._rows[len(self._scales) - 1]
-        elif self._needs is not None and self.recording:
-            out = self._scratch.take()
-        else:
-            axis = vector.axis if self._has_plans else SAMPLES
-            if axis not in self._kept:
-                self._kept[axis] = self._scratch.take()
-            out = self._kept[axis]
+        axis, scale = vector.axis, logits.scale
         if logits.shared is not None:
             weights, top = self._shared_weights(logits.shared, vector)
             y = torch.mul(logits.shared.exponentials, weights, out=out)
-            return y, y.sum(vector.axis, keepdim=True), top
-        exponents, masked = self._exponents(logits, vector), None
-        if vector.axis == SAMPLES:
-            values = self._fill(vector.value, -torch.inf)
-            largest = values.amax(SAMPLES, keepdim=True)
-            if self._peak is not None and self._masked is not None:
-                masked = self._masked
-                values = self._fill(values, 0.0) if exponents.summable else values
-            # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
-            # vectorise a second constant.
-            scale = logits.scale
-            if scale.along is None:
-                scale.along = scale.value.expand(1, self._x.shape[1], 1).contiguous()
-            y = torch.addcmul(values - largest, self._x, scale.along, out=out)
-        else:
-            largest = vector.value.amax(FEATURES, keepdim=True)
-            y = torch.addcmul(vector.value - largest, self._x, logits.scale.value, out=out)
-        y = self._add_terms(y, logits)
-        return exponentials(y, vector.axis, self._scratch, exponents, masked)
+            return y, y.sum(axis, keepdim=True), None if top is None else top * LOG2_E
+        if axis == FEATURES:
+            shifted = vector.value - vector.value.amax(FEATURES, keepdim=True)
+            exponents = self._exponents(logits, shifted, axis)
+            y = torch.addcmul(shifted * LOG2_E, self._x, scale.base_2, out=out)
+            return exponentials(self._add_terms(y, logits), axis, self._scratch, exponents)
+        hidden = self._fill(vector.value, -torch.inf)
+        shifted = self._fill(hidden - hidden.amax(SAMPLES, keepdim=True), 0.0)
+        exponents = self._exponents(logits, shifted, axis)
+        # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
+        # vectorise a second constant.
+        if scale.along is None:
+            scale.along = scale.base_2.expand(1, self._x.shape[1], 1).contiguous()
+        shifted = (shifted if exponents.summable else self._fill(shifted, -torch.inf)) * LOG2_E
+        y = torch.addcmul(shifted, self._x, scale.along, out=out)
+        return exponentials(self._add_terms(y, logits), axis, self._scratch, exponents, self._masked)
 
     def _add_terms(self, y: Tensor, logits: Logits) -> Tensor:
-        """y + Σ factor · matrix, over y."""
+        """y + log2(e) · Σ factor · matrix, over y."""
         for factor, matrix in logits.terms:
             if matrix.axis == MIXING:
                 assert self._structure is not None
-                y = self._structure.act(y, matrix.value)
+                y = self._structure.act(y, matrix.value * LOG2_E)
             elif isinstance(factor, Coefficient):
-                y = torch.addcmul(y, matrix.value, factor.value, out=self._scratch.over(y))
+                y = torch.addcmul(y, matrix.value, factor.base_2, out=self._scratch.over(y))
             else:
-                y = torch.add(y, matrix.value, alpha=factor, out=self._scratch.over(y))
+                y = torch.add(y, matrix.value, alpha=factor * LOG2_E, out=self._scratch.over(y))
         return y
 
     def _spread_within(self, limit: float) -> bool:
@@ -653,43 +599,37 @@ class Tape:
             self._spread, self._spread_was_read = -float(self._x.amin()), True
         return self._spread < limit
 
-    def _reach(self, logits: Logits) -> float:
-        """A bound on how far a log-sum-exp of these logits and any vector varies along the other axis."""
-        return abs(logits.scale.number) * self._spread + 2 * _push(logits)
+    def _exponents(self, logits: Logits, shifted: Tensor, axis: int) -> Exponents:
+        """What is known of the exponents of a sweep, whose vector is `shifted` to a maximum of zero.
 
-    def _exponents(self, logits: Logits, vector: Variable) -> Exponents:
-        """What is known of the exponents of a sweep; read only where bounds do not tell."""
+        X and matrices are read only where bounds do not tell.
+        """
         if self._peak is None:
             return Exponents(False, True)
-        exponents = self._bounded(logits, vector)
+        reach = -float(shifted.amin())
+        exponents = self._bounded(logits, reach, axis)
         if exponents.may_underflow:
             self._spread_within(-math.inf)
-            vector.reach = float(vector.value.amax() - vector.value.amin())
             for _, matrix in logits.terms:
                 if matrix.axis == BOTH:
                     matrix.reach = float(torch.stack(matrix.value.mT.aminmax()).abs().amax())
-            exponents = self._bounded(logits, vector)
+            exponents = self._bounded(logits, reach, axis)
         return exponents
 
-    def _bounded(self, logits: Logits, vector: Variable) -> Exponents:
-        """What bounds say of the exponents of a sweep.
+    def _bounded(self, logits: Logits, reach: float, axis: int) -> Exponents:
+        """What bounds say of the exponents of a sweep along an axis, whose vector reaches from `-reach` to zero.
 
         A row of X has its maximum, zero, somewhere, so the exponents of a sweep along the samples have one within the
         vector's spread of zero; along the features, where the vector has its maximum. A scale below zero, which the
         coupled ADMM may have, turns that round: then they reach as far above zero. So do matrices.
         """
-        limit, number = exponent_limit(self._x.dtype) - 2 * _push(logits), logits.scale.number
+        limit, number = exponent_limit(self._x.dtype) - 2 * logits.push(), logits.scale.number
         of_x = abs(number) * self._spread
-        may_underflow = not of_x + vector.reach < limit
+        may_underflow = not of_x + reach < limit
         if number < 0 or (logits.terms and may_underflow):
             return Exponents(not may_underflow, may_underflow)
-        below = of_x if vector.axis == FEATURES else vector.reach
+        below = of_x if axis == FEATURES else reach
         return Exponents(below < (limit / 2 if may_underflow else limit), may_underflow)
-
-    def _end_sweep(self, sweep: _Sweep) -> None:
-        self._sweep_back(sweep)
-        if not sweep.in_stack:
-            self._free.append(sweep.exponentials)
 
     def _sweep_back(self, sweep: _Sweep) -> None:
         """On from a sweep to what it is made of."""
@@ -697,46 +637,21 @@ class Tape:
             sweep.exponentials.zero_()  # as a row of the stack
             return
         if sweep.vector.wanted:
-            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True), own=True)
+            sweep.vector.add_grad(sweep.grad.sum(3 - sweep.vector.axis, keepdim=True))
         self._logits_back(sweep.grad, sweep.logits, in_stack=sweep.in_stack)
 
     def _logits_back(self, grad: Tensor, logits: Logits, *, in_stack: bool) -> None:
         """On from logits, whose gradient this is, to what they are made of; that of a stack to X is left for later."""
-        scale = logits.scale
         if not in_stack:
-            if self._dx is not None and self._dx_is_blank:
-                torch.mul(grad, scale.value, out=self._dx)
-                self._dx_is_blank = False
-            elif self._dx is not None:
-                self._dx.addcmul_(grad, scale.value)
-            self._add_slope(scale, grad, self._x)
+            if self._dx is not None:
+                self._dx.addcmul_(grad, logits.scale.value)
+            self._add_slope(logits.scale, grad, self._x)
         for factor, matrix in logits.terms:
             if matrix.axis == MIXING:
                 assert self._structure is not None
                 matrix.grad = self._structure.act_back(grad, matrix.value, matrix.grad)
             else:
-                self._add_grad(matrix, grad, factor)
-                if isinstance(factor, Coefficient):
-                    self._add_slope(factor, grad, matrix.value)
-
-    def _add_grad(self, variable: Variable, grad: Tensor, factor: Factor) -> None:
-        if variable.grad is None and variable.axis == BOTH:
-            variable.grad = torch.mul(grad, _value(factor), out=self._free_buffer())
-        else:
-            variable.add_grad(grad, _value(factor))
-
-    def _free_buffer(self) -> Tensor:
-        """(b, D, N) memory for a gradient; who has one gives it back to `_free`."""
-        return self._free.pop() if self._free else self._scratch.buffer()
-
-    def _add_shared(self, shared: _Shared, logits: Logits) -> None:
-        """Add up the gradients of all sweeps of the same logits."""
-        if shared.left:
-            spare = self._spare
-            assert spare is not None
-            torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=spare.mT)
-            spare.mul_(shared.exponentials)
-            self._logits_back(spare, logits, in_stack=False)
+                self._pull(matrix, grad, factor)
 
     def _add_slope(self, factor: Coefficient, a: Tensor, b: Tensor) -> None:
         """Add the sum of a · b to a coefficient's gradient; without copies where both lie in memory like a plan."""
@@ -749,11 +664,6 @@ def _note_reads(terms: Terms) -> None:
     for factor, source in terms:
         if isinstance(factor, Coefficient) and isinstance(source, Variable):
             source.read_again = True
-
-
-def _push(logits: Logits) -> float:
-    """A bound on the size of what matrices add to logits."""
-    return sum(abs(_number(factor)) * matrix.reach for factor, matrix in logits.terms)
 
 
 def _product(factor: Factor, source: Variable | Plan) -> tuple[Tensor, Any]:

@@ -10,7 +10,7 @@ from rotp_vision.core.problem import VIEW_FLOOR
 
 
 class Seen:
-    """X = φ(features) of a chunk; see `view_of`.
+    """X = φ(features) of a chunk, see `view_of`; where values may be read, every row less its maximum, its peak.
 
     Of 'rms' X = s · features with a feature vector s: the average of the features is that of X divided by s, and no
     second matrix is needed. Of 'log' there are both.
@@ -20,32 +20,48 @@ class Seen:
         """Of `given` (b, D, N), zero on masked samples; `masked` (b, 1, N) says which are."""
         self._count = given.shape[2] if masked is None else given.shape[2] - masked.sum(2, keepdim=True)
         low, high = extremes(given) if eager else (-math.inf, math.inf)
-        self.spread = high - low  # a bound on how far the entries of X lie apart
         features = scratch.load(given)
-        self.x = features  # (b, D, N)
         self.averaged: Tensor | None = None  # (b, D, N) the features, where neither they nor a multiple of them is X
         self.scale: Tensor | None = None  # (b, D, 1) s
+        self.peak: Tensor | None = None  # (b, D, 1) what was taken off the rows of X
+        if eager:
+            self.peak = (features if masked is None else features.masked_fill(masked, -torch.inf)).amax(2, keepdim=True)
         if view == 'rms':
-            out = scratch.take()
-            self.scale = self._rms_scale(features, max(-low, high), out)
-            if features is given:
-                self.x = torch.mul(features, self.scale, out=out)
-            else:
-                self.x = torch.mul(features, self.scale, out=scratch.over(features))
-                scratch.give_back()
-            self.spread = 2 * math.sqrt(given.shape[2])
+            self.scale = self._rms_scale(features, max(-low, high), scratch)
+            self.peak = None if self.peak is None else self.peak * self.scale
+            self.spread = 2 * math.sqrt(given.shape[2])  # a bound on how far the entries of a row of X lie apart
         elif view == 'log':
             self.averaged = features
-            out = scratch.take()
-            positive = features if low >= 0 else torch.clamp(features, min=0.0, out=out)
-            positive = torch.add(positive, VIEW_FLOOR, out=out)
-            self.x = torch.log(positive, out=scratch.over(positive))
-            if masked is not None:
-                self.x = scratch.fill(self.x, masked, 0.0)
             self.spread = math.log((max(high, 0.0) + VIEW_FLOOR) / (max(low, 0.0) + VIEW_FLOOR)) if eager else math.inf
-        self.may_overwrite = self.x is not given
+        else:
+            self.spread = high - low
+        self.x = self._rows(features, features is not given, low, scratch)
+        if masked is not None and (eager or view == 'log'):
+            self.x = scratch.fill(self.x, masked, 0.0)
 
-    def _rms_scale(self, features: Tensor, largest: float, out: Tensor | None) -> Tensor:
+    def _rows(self, features: Tensor, ours: bool, low: float, scratch: Scratch) -> Tensor:
+        """(b, D, N) X less the peaks; `ours` says whether the features may be overwritten."""
+        if self.scale is None and self.averaged is None and self.peak is None:
+            return features
+        out = scratch.over(features) if ours and self.averaged is None else scratch.take()
+        if self.averaged is None:
+            if self.scale is None:
+                return torch.sub(features, self.peak, out=out)
+            if self.peak is None:
+                return torch.mul(features, self.scale, out=out)
+            return torch.addcmul(-self.peak, features, self.scale, out=out)
+        positive = features if low >= 0 else torch.clamp(features, min=0.0, out=out)
+        if self.peak is None:
+            positive = torch.add(positive, VIEW_FLOOR, out=out)
+            return torch.log(positive, out=scratch.over(positive))
+        # log(x + floor) less a constant, which the peak has as well.
+        of_peak = (self.peak.clamp_min(0.0) / VIEW_FLOOR).log1p()
+        self.peak = of_peak + math.log(VIEW_FLOOR)
+        positive = torch.mul(positive, 1 / VIEW_FLOOR, out=out)
+        return torch.log1p(positive, out=scratch.over(positive)).sub_(of_peak)
+
+    def _rms_scale(self, features: Tensor, largest: float, scratch: Scratch) -> Tensor:
+        out = scratch.take()
         if largest < torch.finfo(features.dtype).max ** 0.4:
             squares = torch.mul(features, features, out=out).sum(2, keepdim=True)
             return (squares / self._count + VIEW_FLOOR**2).rsqrt()
@@ -59,28 +75,24 @@ class Seen:
         """(b, D, 1) the average of the features, of that of X or of `averaged`, if there is."""
         return average if self.scale is None else average / self.scale
 
-    def back(
-        self, d_x: Tensor, d_averaged: Tensor, x: Tensor, peak: Tensor | None, grad: Tensor, moved: Tensor, out: Tensor
-    ) -> Tensor:
+    def back(self, d_x: Tensor, d_averaged: Tensor, grad: Tensor, moved: Tensor, out: Tensor) -> Tensor:
         """The gradient of the features, over `d_x`.
 
         Args:
             d_x: (b, D, N) the gradient of X, by way of its average as well, unless the features are averaged.
             d_averaged: (b, D, N) that of the features by way of their average, unless X is averaged.
-            x: (b, D, N) X less its peaks.
-            peak: (b, D, 1) the peaks; None for zero.
             grad: (b, D, 1) the gradient of the average of X.
-            moved: (b, D, 1) that times the average of x.
+            moved: (b, D, 1) that times the average of X less its peaks.
             out: (b, D, N) for anything.
         """
         if self.scale is not None:
             # Through s = (mean_n features² + floor²)^(-1/2), which X is multiplied with and its average divided by.
-            d_log_s = torch.mul(d_x, x, out=out).sum(2, keepdim=True) - moved
-            if peak is not None:
-                d_log_s += peak * (d_x.sum(2, keepdim=True) - grad)
+            d_log_s = torch.mul(d_x, self.x, out=out).sum(2, keepdim=True) - moved
+            if self.peak is not None:
+                d_log_s += self.peak * (d_x.sum(2, keepdim=True) - grad)
             step = d_log_s * self.scale / self._count
-            d_x = d_x.mul_(self.scale) if peak is None else torch.addcmul(-peak * step, d_x, self.scale, out=d_x)
-            return d_x.addcmul_(x, step, value=-1)
+            shift = torch.zeros_like(step) if self.peak is None else -self.peak * step
+            return torch.addcmul(shift, d_x, self.scale, out=d_x).addcmul_(self.x, step, value=-1)
         if self.averaged is not None:
             # What is not above zero becomes infinite, and its gradient zero.
             positive = torch.ops.aten.threshold.out(self.averaged, 0.0, torch.inf, out=out).add_(VIEW_FLOOR)

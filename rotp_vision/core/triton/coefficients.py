@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import Pair, define
+from rotp_vision.core.operator import Pair, define
 from rotp_vision.core.triton import tiles
 from rotp_vision.core.weights import StepWeights
 

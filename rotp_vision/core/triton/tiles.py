@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotp_vision.core.explicit.ops import Pair, define
+from rotp_vision.core.operator import Pair, define
 from rotp_vision.core.problem import VIEW_FLOOR
 
 MAX_TILES = 16  # programs per set: every one of them reads the parts of all
