@@ -1,11 +1,12 @@
 """The backend 'torch': operators with explicit gradients, in plain torch, on every device."""
 
+import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.badmm import badmm_pool
-from rotp_vision.core.explicit.coupled import coupled_badmm_pool
+from rotp_vision.core.explicit.badmm import operator_coefficients
+from rotp_vision.core.explicit.coupled import coupled_coefficients
 from rotp_vision.core.explicit.ops import decompositions
-from rotp_vision.core.explicit.sinkhorn import sinkhorn_pool
+from rotp_vision.core.explicit.sinkhorn import sinkhorn_coefficients
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.solver import Implementation, Solver, register_backend
 from rotp_vision.core.weights import StepWeights
@@ -24,26 +25,26 @@ def explicit_pool(
 ) -> Tensor:
     """`rot_pool` by an operator with explicit gradients. Can be scripted, unlike `rot_pool`.
 
-    Args:
-        problem: the batch of problems.
-        weights: of the modules.
-        name: the solver; this and the rest are the fields of `Solver`.
-        coupled: see `Solver`.
-        num_inner: see `Solver`.
-        similarity: see `Solver`.
-        implicit: see `Solver`.
+    What comes after the weights are the fields of a `Solver`.
     """
     features, log_p0, log_q0, mask, view = problem
     if mask is not None:
         log_q0 = log_q0.masked_fill(~mask.squeeze(1), float('-inf'))
     log_p0, log_q0 = log_p0.expand(features.shape[0], -1), log_q0.expand(features.shape[0], -1)
+    similarity = '' if weights.structure is None else similarity
+    quadratic = name == 'badmm-q'
     if name == 'sinkhorn':
-        pooled = sinkhorn_pool(features, log_p0, log_q0, weights, view, num_inner, implicit, similarity)
-    elif coupled:
-        pooled = coupled_badmm_pool(features, log_p0, log_q0, weights, view, name == 'badmm-q', similarity)
-    else:
-        pooled = badmm_pool(features, log_p0, log_q0, weights, view, name == 'badmm-q', similarity)
-    return pooled
+        coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
+        return torch.ops.rotp_vision.sinkhorn_pool(
+            features, log_p0, log_q0, coefficients, view, similarity, num_inner, implicit
+        )
+    if coupled:
+        coefficients = coupled_coefficients(weights, quadratic).to(log_p0.dtype)
+        return torch.ops.rotp_vision.coupled_badmm_pool(
+            features, log_p0, log_q0, coefficients, view, similarity, quadratic
+        )
+    coefficients = operator_coefficients(weights, quadratic).to(log_p0.dtype)
+    return torch.ops.rotp_vision.badmm_pool(features, log_p0, log_q0, coefficients, view, similarity, quadratic)
 
 
 def _pool(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:

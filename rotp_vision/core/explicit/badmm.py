@@ -23,26 +23,27 @@ from torch import Tensor
 
 from rotp_vision.core.explicit.ops import register
 from rotp_vision.core.explicit.scratch import ChunkSize
-from rotp_vision.core.explicit.tape import Coefficient, Logits, Tape, Variable
+from rotp_vision.core.explicit.tape import Logits, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 # The coefficients of a module, the values of what is assigned to them below.
 _Kinds = namedtuple('_Kinds', 'beta kappa kappa_beta step minus_step minus_inverse roughness structure kappa_structure')
 
 
-def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:
+def _run(tape: Tape, quadratic: bool) -> tuple[Logits, Variable]:
     """The logits and v' of the last module."""
-    tape.expect(2 * len(modules) - 1)
+    tape.expect(2 * len(tape.modules) - 1)
     structural = tape.similarity != ''
     v, z, rough, force = tape.log_q0, [], [], []  # the latter three no or one term of a sum
-    s = tape.prior_plan() if quadratic or structural else None
-    for k, module in enumerate(map(_Kinds._make, modules)):
-        if s is not None and quadratic:
+    s = tape.prior_plan()
+    for k, module in enumerate(map(_Kinds._make, tape.modules)):
+        if quadratic:
             rough = [(1.0, tape.combine(*rough, (module.roughness, s)))]
-        if s is not None and structural:
+        if structural:
             force = [(1.0, tape.combine((module.structure, tape.force(s)), *force))]
+        del s  # whose memory the next plan may have
         logits = Logits(module.beta, *((module.minus_inverse, total) for _, total in z), *rough, *force)
-        if k + 1 == len(modules):
+        if k + 1 == len(tape.modules):
             return logits, v
         p, u = tape.plan(logits, v, tape.log_p0)
         if quadratic:
@@ -53,8 +54,7 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
         damped_u = tape.combine((module.kappa, u))
         s, v = tape.plan(Logits(module.kappa_beta, *rough, *force), damped_u, tape.log_q0)
         z = [(1.0, tape.combine(*z, (module.step, p), (module.minus_step, s)))]
-        del p  # whose memory the next may have
-        s = s if quadratic or structural else None
+        del p
     raise AssertionError('there is at least one module')
 
 
@@ -66,31 +66,11 @@ def _chunk_size(similarity: str, quadratic: bool) -> ChunkSize:
 register('badmm_pool', _run, ', bool quadratic', _chunk_size)
 
 
-def badmm_pool(
-    features: Tensor,
-    log_p0: Tensor,
-    log_q0: Tensor,
-    weights: StepWeights,
-    view: str,
-    quadratic: bool,
-    similarity: str,
-) -> Tensor:
-    """(B, D) `features` pooled by the published Bregman ADMM. Can be scripted.
-
-    Args:
-        features: (B, D, N), zero on masked samples.
-        log_p0: (B, D).
-        log_q0: (B, N), -inf on masked samples.
-        weights: smoothness, step and structure are read.
-        view: what the plan sees of the features, see `view_of`.
-        quadratic: whether the smoothness is quadratic.
-        similarity: of the structural term, see `structural_force`.
-    """
+def operator_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
+    """(kinds, T) what the operator takes for weights, see `_Kinds`. Can be scripted."""
     smoothness, step, structure = weights.smoothness, weights.step, weights.structure
     assert step is not None
-    if structure is None:
-        similarity = ''
-        structure = torch.zeros_like(step)
+    structure = torch.zeros_like(step) if structure is None else structure
     coefficients = badmm_coefficients(weights, quadratic)
     beta, kappa = coefficients[0], coefficients[1]
     kinds = _Kinds(
@@ -104,8 +84,7 @@ def badmm_pool(
         structure=structure / step,
         kappa_structure=kappa * structure / step,
     )
-    given = torch.stack(kinds).to(log_p0.dtype)
-    return torch.ops.rotp_vision.badmm_pool(features, log_p0, log_q0, given, view, similarity, quadratic)
+    return torch.stack(kinds)
 
 
 def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rotp_vision.core.explicit.ops import register
 from rotp_vision.core.explicit.scratch import ChunkSize
-from rotp_vision.core.explicit.tape import Coefficient, Logits, Plan, Tape, Variable
+from rotp_vision.core.explicit.tape import Logits, Plan, Tape, Variable
 from rotp_vision.core.weights import StepWeights
 
 # The coefficients of a module, the values of what is assigned to them below.
@@ -41,7 +41,7 @@ _Kinds = namedtuple(
 )
 
 
-def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple[Logits, Variable]:
+def _run(tape: Tape, quadratic: bool) -> tuple[Logits, Variable]:
     """c X + L and w of the last module."""
     forced = quadratic or tape.similarity != ''
 
@@ -52,15 +52,16 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
     u = log_mu = tape.log_p0
     v = v_before = log_eta = tape.log_q0
     of_s, of_p, matrices = parts(tape.prior_plan()) if forced else [], [], []
-    for k, module in enumerate(map(_Kinds._make, modules)):
+    for k, module in enumerate(map(_Kinds._make, tape.modules)):
         kinds = [*([module[-6:-3]] if quadratic else []), *([module[-3:]] if tape.similarity else [])]
         matrices_p = []
         for i, (to_p, to_next, _) in enumerate(kinds):
             before = [(to_next, of_p[i]), (module.keep_m, matrices[i])] if k else []
             matrices_p.append((1.0, tape.combine((to_p, of_s[i]), *before)))
+        of_p.clear()  # whose memory the next plan may have
         logits = Logits(module.scale_p, *matrices_p)
         w = tape.combine((module.w_now, v), (module.w_before, v_before))
-        if k + 1 == len(modules):
+        if k + 1 == len(tape.modules):
             return logits, w
         r = tape.lse(logits, w)
         pulls = [(module.row_u, u), (0.5, r), (module.row_mu, log_mu), (module.row_p0, tape.log_p0)]
@@ -72,6 +73,7 @@ def _run(tape: Tape, modules: list[list[Coefficient]], quadratic: bool) -> tuple
             for i, (_, _, to_s) in enumerate(kinds):
                 before = [(module.kappa, matrices[i])] if k else []
                 matrices[i : i + 1] = [tape.combine((to_s, of_s[i]), (to_s, of_p[i]), *before)]
+        of_s.clear()
         u = tape.combine((module.kappa, row), (module.keep_u, u))
         logits = Logits(module.scale_s, *((1.0, matrix) for matrix in matrices))
         column = tape.lse(logits, u)
@@ -97,34 +99,14 @@ def _chunk_size(similarity: str, quadratic: bool) -> ChunkSize:
 register('coupled_badmm_pool', _run, ', bool quadratic', _chunk_size)
 
 
-def coupled_badmm_pool(
-    features: Tensor,
-    log_p0: Tensor,
-    log_q0: Tensor,
-    weights: StepWeights,
-    view: str,
-    quadratic: bool,
-    similarity: str,
-) -> Tensor:
-    """(B, D) `features` pooled by the coupled Bregman ADMM. Can be scripted.
-
-    Args:
-        features: (B, D, N), zero on masked samples.
-        log_p0: (B, D).
-        log_q0: (B, N), -inf on masked samples.
-        weights: all but proximal are read.
-        view: what the plan sees of the features, see `view_of`.
-        quadratic: whether the smoothness is quadratic.
-        similarity: of the structural term, see `structural_force`.
-    """
+def coupled_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
+    """(kinds, T) what the operator takes for weights, see `_Kinds`. Can be scripted."""
     alpha1, alpha2, alpha3, rho = weights.smoothness, weights.feature_penalty, weights.sample_penalty, weights.step
     assert alpha2 is not None
     assert alpha3 is not None
     assert rho is not None
     structure = weights.structure
-    if structure is None:
-        similarity = ''
-        structure = torch.zeros_like(rho)
+    structure = torch.zeros_like(rho) if structure is None else structure
     rough = -alpha1
     if quadratic:
         alpha1 = torch.zeros_like(alpha1)
@@ -164,9 +146,7 @@ def coupled_badmm_pool(
         force_before=_shift(structure) / rho,
         force_s=kappa * structure / rho,
     )
-    coefficients = torch.stack(kinds).to(log_p0.dtype)
-    options = similarity, quadratic
-    return torch.ops.rotp_vision.coupled_badmm_pool(features, log_p0, log_q0, coefficients, view, *options)
+    return torch.stack(kinds)
 
 
 def _shift(values: Tensor) -> Tensor:

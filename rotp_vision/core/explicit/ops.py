@@ -7,7 +7,7 @@ runtime that does not know it.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from rotp_vision.core.explicit.scratch import LOG2_E, ChunkSize, NoScratch, chun
 from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
 from rotp_vision.core.operator import Pair, define
 
-# (tape, modules, each with one coefficient of every kind, *options) -> the logits and the sample vector of the pooling
+# (tape, *options) -> the logits and the sample vector of the pooling
 Run = Callable[..., tuple[Logits, Variable]]
 
 INPUTS = 'Tensor features, Tensor log_p0, Tensor log_q0, Tensor coefficients'
@@ -60,14 +60,15 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
             enlarge, parts, multiplies = chunk_size(similarity, *extra)
             size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
             for sets, scratch in chunks(features, size, log_p0.dtype):
-                tape = Tape(batch, sets, scratch)
-                pooled[sets] = tape.pool(*run(tape, batch.modules, *extra)).squeeze(2)
+                pooled[sets] = pool(Tape(batch, sets, scratch), *extra)
         return pooled
 
     def run_whole(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
         batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=False)
-        tape = Tape(batch, slice(None), NoScratch(features, log_p0.dtype))
-        return tape.pool(*run(tape, batch.modules, *extra)).squeeze(2).to(features.dtype)
+        return pool(Tape(batch, slice(None), NoScratch(features, log_p0.dtype)), *extra).to(features.dtype)
+
+    def pool(tape: Tape, *extra) -> Tensor:
+        return tape.pool(*run(tape, *extra)).squeeze(2)
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
@@ -75,16 +76,20 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
             eager = reads_values(features.device)
             batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
             for sets, scratch in chunks(features, chunk_size(similarity, *extra)._replace(parts=1), log_p0.dtype):
-                tape = Tape(batch, sets, scratch, Needs(*needs))
-                end = run(tape, batch.modules, *extra)
-                parts = tape.gradients(*end, grad[sets].unsqueeze(2).to(log_p0.dtype))
-                for part, whole in zip(parts, total, strict=False):
-                    if part is not None:
-                        store(part.view(part.shape[0], *whole.shape[1:]), whole[sets])
+                wanted = [whole[sets] if need else None for whole, need in zip(total, needs, strict=True)]
+                back(
+                    Tape(batch, sets, scratch, Needs(*needs)), grad[sets].unsqueeze(2).to(log_p0.dtype), wanted, *extra
+                )
             if needs[-1]:
                 each = [coefficient.gradient() for module in batch.modules for coefficient in module]
                 total[-1].copy_(torch.stack(each).view_as(coefficients.t()).t())
         return total
+
+    def back(tape: Tape, grad: Tensor, wanted: Sequence[Tensor | None], *extra) -> None:
+        gradients = tape.gradients(*run(tape, *extra), grad)
+        for gradient, out in zip(gradients, wanted, strict=False):
+            if gradient is not None and out is not None:
+                store(gradient.view(gradient.shape[0], *out.shape[1:]), out)
 
     def make_pooled(features, *others) -> Tensor:
         return features.new_empty(features.shape[:2])

@@ -30,12 +30,12 @@ from rotp_vision.core.weights import StepWeights
 _Kinds = namedtuple('_Kinds', 'scale keep feature_rate sample_rate lift structure')
 
 
-def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
+def _run(tape: Tape, num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
     """s X + M and v of the last module."""
     implicit = implicit and tape.recording
     u, v = tape.log_p0, tape.log_q0
     logits, force = None, None
-    for k, module in enumerate(map(_Kinds._make, modules)):
+    for k, module in enumerate(map(_Kinds._make, tape.modules)):
         if tape.similarity:
             if logits is None or force is None:
                 force = tape.combine((module.structure, tape.force(tape.prior_plan())))
@@ -62,10 +62,9 @@ def _run(tape: Tape, modules: list[list[Coefficient]], num_inner: int, implicit:
             u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, before)
             v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
             tape.fixed_point(logits, before, u, v, module.feature_rate.value * module.sample_rate.value)
-            if k + 1 < len(modules):
-                u = _half_step(
-                    tape, logits, module.feature_rate, u_kept, p0_left, v
-                )  # as it depends on the fixed point
+            if k + 1 < len(tape.modules):
+                # As it depends on the fixed point.
+                u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, v)
     assert logits is not None
     return logits, v
 
@@ -86,37 +85,11 @@ def _chunk_size(similarity: str, num_inner: int, implicit: bool) -> ChunkSize:
 register('sinkhorn_pool', _run, ', int num_inner, bool implicit', _chunk_size)
 
 
-def sinkhorn_pool(
-    features: Tensor,
-    log_p0: Tensor,
-    log_q0: Tensor,
-    weights: StepWeights,
-    view: str,
-    num_inner: int,
-    implicit: bool,
-    similarity: str,
-) -> Tensor:
-    """(B, D) `features` pooled by Sinkhorn scaling. Can be scripted.
-
-    Args:
-        features: (B, D, N), zero on masked samples.
-        log_p0: (B, D).
-        log_q0: (B, N), -inf on masked samples.
-        weights: all but step are read.
-        view: what the plan sees of the features, see `view_of`.
-        num_inner: K.
-        implicit: whether backward takes the result for converged.
-        similarity: of the structural term, see `structural_force`.
-    """
-    coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
-    if weights.structure is None:
-        similarity = ''
-    options = similarity, num_inner, implicit
-    return torch.ops.rotp_vision.sinkhorn_pool(features, log_p0, log_q0, coefficients, view, *options)
-
-
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(kinds, T) what the operators take for weights, see `_Kinds`; those in Triton take the first four."""
+    """(kinds, T) what the operators take for weights, see `_Kinds`; those in Triton take the first four.
+
+    Can be scripted.
+    """
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
     assert feature_penalty is not None
     assert sample_penalty is not None

@@ -174,6 +174,7 @@ class Tape:
         self._x, self._peak = self._seen.x, self._seen.peak
         self._spread, self._spread_was_read = self._seen.spread, False  # of the rows of X, at most
         self._eager, self._scratch, self._needs = batch.eager, scratch, needs
+        self.modules = batch.modules  # each with one coefficient of every kind
         self.recording = needs is not None  # off, vectors are constants of what follows
         self._back: list[Callable[[], None]] = []
         wanted = needs or Needs(False, False, False, False)
@@ -359,7 +360,9 @@ class Tape:
             if result.grad is None:
                 return
             if projected is None:
-                for prior, grad in zip((self.log_p0, self.log_q0), structure.push_product_back(result.grad, weight, values)):
+                for prior, grad in zip(
+                    (self.log_p0, self.log_q0), structure.push_product_back(result.grad, weight, values)
+                ):
                     prior.add_grad(grad)
             else:
                 out = self._scratch.buffer()
@@ -540,11 +543,11 @@ class Tape:
 
     def _swept(self, logits: Logits, vector: Variable) -> _Sweep:
         """The sweep of these, recorded; if they were those of the last one, that."""
-        sweep = self._last
-        if sweep is None or sweep.logits is not logits or sweep.vector is not vector:
-            sweep = self._sweep(logits, vector)
-            if self._needs is not None and self.recording:
-                self._back.append(lambda sweep=sweep: self._sweep_back(sweep))
+        if self._last is not None and self._last.logits is logits and self._last.vector is vector:
+            return self._last
+        sweep = self._sweep(logits, vector)
+        if self._needs is not None and self.recording:
+            self._back.append(lambda: self._sweep_back(sweep))
         return sweep
 
     def _sweep(self, logits: Logits, vector: Variable) -> _Sweep:
