@@ -6,6 +6,7 @@ in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton/s
 
 import argparse
 import copy
+import json
 
 import pytest
 import torch
@@ -306,6 +307,12 @@ def test_bench_compares_and_advises(monkeypatch, capsys):
     assert "Choose backend='torch': triton agrees everywhere" in printed  # the interpreter is not fast
 
     monkeypatch.setattr(bench, 'AGREEMENT', -1.0)
-    with pytest.raises(RuntimeError, match='2 of 2 rows disagree'):
+    with pytest.raises(RuntimeError, match='2 of 2 rows disagree and 0 fail'):
         bench.run(args)
     assert 'Please report this table' in capsys.readouterr().out
+
+    monkeypatch.setattr(tiles, 'launch_forward', lambda *arguments, **flags: 1 / 0)
+    with pytest.raises(RuntimeError, match='1 of 2 rows disagree and 1 fail'):
+        bench.run(args)
+    rows = json.loads(capsys.readouterr().out.split('Please post this line:\n')[1].splitlines()[0])['rows']
+    assert [row.get('triton_fails') for row in rows] == ['ZeroDivisionError: division by zero', None]
