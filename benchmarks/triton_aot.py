@@ -14,7 +14,8 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / 'bin' / 'cuobjdump'
 DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.bool: 'i1'}
 SOLVERS = ('badmm-e', 'badmm-q', 'sinkhorn')
 VIEWS = ('rms', 'identity', 'log')
-SIDES = (7, 3, 5, 8, 10, 14, 16)  # of square maps: every BLOCK_N, of those with N a multiple of 16 two
+SIDES = (7, 3, 5, 8, 10, 14, 16)  # of square maps: every BLOCK_N, and two with N a multiple of 16
 CHANNELS = 2048
 LOCAL = ((3, 64), (3, 256), (2, 64))  # side of the windows, and channels; fewer take the same tiles or smaller ones
 
@@ -63,8 +64,8 @@ class Launch(NamedTuple):
 
     @property
     def tile(self) -> str:
-        constants = self._named()
-        return '×'.join(str(constants[name]) for name in self.kernel.arg_names if name.startswith(('BLOCK', 'K')))
+        sizes = [str(value) for name, value in self._named().items() if name.startswith(('BLOCK', 'K'))]
+        return '×'.join(sizes) or '1'
 
     def _named(self) -> dict[str, Any]:
         return {self.kernel.arg_names[path[0]]: value for path, value in self.constants.items() if len(path) == 1}
@@ -108,29 +109,43 @@ def _specialized(launch: Launch, value: Any, path: tuple[int, ...], specialize: 
 
 
 class Case(NamedTuple):
-    """A layer and what it runs on."""
+    """A layer, the map it runs on, and whether that needs no gradient."""
 
-    layer: nn.Module | Any
+    make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     dtype: torch.dtype
     frozen: bool = False
 
 
-def cases(quick: bool, solvers: list[str], local: bool) -> Iterator[Case]:
-    """In full, and of another dtype, which is the same code but for conversions, the view rms alone."""
-    kinds = [(torch.float32, view) for view in VIEWS] + [(torch.bfloat16, 'rms')]
-    kinds = kinds[:1] if quick else kinds
-    for solver, (dtype, view) in itertools.product(solvers, kinds):
+def cases(kind: str, solvers: list[str], quick: bool) -> Iterator[Case]:
+    """Of sets or windows: float32 in full; of bfloat16, the same code but for conversions, the view rms."""
+    variants = [(torch.float32, view) for view in VIEWS] + [(torch.bfloat16, 'rms')]
+    for solver, (dtype, view) in itertools.product(solvers, variants[:1] if quick else variants):
         options = {'solver': solver, 'view': view}
-        if local:
+        if kind == 'windows':
             for size, channels in LOCAL[:1] if quick else LOCAL:
                 windows = WINDOWS | {'kernel_size': size}
-                yield Case(lambda o=options, w=windows: LocalROTPool2d(o, **w), (2, channels, 14, 14), dtype)
+                yield Case(partial(LocalROTPool2d, options, **windows), (2, channels, 14, 14), dtype)
             continue
+        pool = partial(GlobalROTPool2d, options)
         for side in SIDES[:1] if quick else SIDES:
-            yield Case(lambda o=options: GlobalROTPool2d(o), (2, CHANNELS, side, side), dtype)
+            yield Case(pool, (2, CHANNELS, side, side), dtype)
         if not quick:
-            yield Case(lambda o=options: GlobalROTPool2d(o), (2, CHANNELS, 7, 7), dtype, frozen=True)
+            yield Case(pool, (2, CHANNELS - 1, 7, 7), dtype)  # no multiple of 16
+            yield Case(pool, (2, CHANNELS, 7, 7), dtype, frozen=True)
+
+
+def launches(cases: Iterable[Case]) -> Iterator[tuple[Launch, dict[str, str]]]:
+    """Every launch that is another kernel to Triton, and where it comes from."""
+    seen = set()
+    for case, layout in itertools.product(cases, ('contiguous', 'channels_last')):
+        recorder, (make, shape, dtype, frozen) = Recorder(), case
+        count(make, shape, dtype=dtype, channels_last=layout == 'channels_last', frozen=frozen, counter=recorder)
+        where = {'map': '×'.join(map(str, shape[1:])), 'dtype': DTYPES[dtype], 'layout': layout}
+        for launch in recorder.recorded:
+            if repr(launch) not in seen:
+                seen.add(repr(launch))
+                yield launch, {'kernel': launch.name, 'tile': launch.tile} | where
 
 
 def compiled(launch: Launch, target: GPUTarget) -> Any:
@@ -159,42 +174,24 @@ def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=list(TARGETS))
-    parser.add_argument('--solvers', nargs='+', choices=SOLVERS, default=list(SOLVERS))
     parser.add_argument('--kinds', nargs='+', choices=('sets', 'windows'), default=['sets', 'windows'])
+    parser.add_argument('--solvers', nargs='+', choices=SOLVERS, default=list(SOLVERS))
     parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows, view rms, in float32 only')
-    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over sizes, dtypes and layouts')
+    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over maps, dtypes and layouts')
     args = parser.parse_args()
 
-    print('| target | kernel | tile | map | dtype | layout | registers | spilled | shared |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- | --- |')
     most: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
-    spilling, seen = [], set()
-    for target, kind in itertools.product(args.targets, args.kinds):
-        for case, channels_last in itertools.product(cases(args.quick, args.solvers, kind == 'windows'), (False, True)):
-            recorder = Recorder()
-            count(
-                case.layer,
-                case.shape,
-                dtype=case.dtype,
-                channels_last=channels_last,
-                frozen=case.frozen,
-                counter=recorder,
-            )
-            for launch in recorder.recorded:
-                key = target, repr(launch)
-                if key in seen:
-                    continue
-                seen.add(key)
-                used = resources(compiled(launch, TARGETS[target]), TARGETS[target])
-                where = '×'.join(map(str, case.shape[1:]))
-                layout = 'channels_last' if channels_last else 'contiguous'
-                numbers = ' | '.join(map(str, used))
-                row = f'| {target} | {launch.name} | {launch.tile} | {where} | {DTYPES[case.dtype]} | {layout} | {numbers} |'
-                print(row, flush=True)
-                if used[1] and TARGETS[target].backend == 'cuda':
-                    spilling.append(row)
-                of_kernel = most.setdefault((launch.name, launch.tile), {})
-                of_kernel[target] = tuple(map(max, used, of_kernel.get(target, used)))
+    spilling = []
+    for name, kind in itertools.product(args.targets, args.kinds):
+        target = TARGETS[name]
+        for launch, row in launches(cases(kind, args.solvers, args.quick)):
+            used = resources(compiled(launch, target), target)
+            line = f'| {" | ".join([name, *row.values(), *map(str, used)])} |'
+            print(line, flush=True)
+            if used[1] and target.backend == 'cuda':
+                spilling.append(line)
+            of_kernel = most.setdefault((launch.name, launch.tile), {})
+            of_kernel[name] = tuple(map(max, used, of_kernel.get(name, used)))
     if args.output is not None:
         write(args.output, args.targets, most)
     if spilling:
@@ -205,9 +202,9 @@ def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, 
     lines = [
         '# The Triton kernels, compiled for GPUs that were not there\n',
         f'`python -m benchmarks.triton_aot --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
-        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over dtypes and',
-        'layouts. Tiles are features × samples, and windows × channels. Nothing here says how fast a kernel is: no GPU',
-        'has run them yet.\n',
+        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over maps, dtypes and',
+        'layouts. Tiles are features × samples, and taps × windows × channels. Nothing here says how fast a kernel is:',
+        'no GPU has run them yet.\n',
         f'| kernel | tile | {" | ".join(targets)} |',
         f'| --- | --- | {" | ".join("---" for _ in targets)} |',
     ]
