@@ -138,6 +138,7 @@ def count(
     dtype: torch.dtype = torch.float32,
     channels_last: bool = True,
     frozen: bool = False,
+    counter: Counter | None = None,
 ) -> tuple[Count, list[tuple[str, int]]]:
     """Of forward and backward of a layer on a map, with 'auto' where Triton is there, or is not ('torch').
 
@@ -148,6 +149,7 @@ def count(
         dtype: of the map.
         channels_last: memory format of the map.
         frozen: whether the map needs no gradient.
+        counter: what counts; a new one if None.
 
     Returns:
         The count, and what was launched, with its bytes.
@@ -157,7 +159,7 @@ def count(
             pool = make()
         memory_format = torch.channels_last if channels_last else torch.contiguous_format
         x = torch.empty(shape, dtype=dtype, device=DEVICE, memory_format=memory_format).requires_grad_(not frozen)
-        counter = Counter()
+        counter = counter or Counter()
         with pretended(counter, backend), counter:
             out = pool(x)
             inputs = [*([] if frozen else [x]), *pool.parameters()]

@@ -1,10 +1,12 @@
-"""Compile every Triton kernel ahead of time for GPUs that need not be here; a table of what each takes.
+"""Compile every Triton kernel that 'auto' can choose ahead of time, for GPUs that need not be here.
 
     python -m benchmarks.triton_aot [--targets sm_80 gfx942] [--quick] [--output benchmarks/TRITON.md]
 
-Registers, spilled bytes and shared memory are those of the compiled kernel (`cuobjdump` of the triton wheel for NVIDIA,
-the metadata of the code object for AMD). `benchmarks.launches` counts launches and bytes; nothing here says how fast a
-kernel is. Spills on NVIDIA are an error.
+Layers run forwards and backwards on tensors without values, and every launch they ask for is compiled as it would be
+there: with the same constants, and the same strides and sizes known to be one or a multiple of 16. Registers, spilled
+bytes and shared memory are those of the compiled kernel (`cuobjdump` of the triton wheel for NVIDIA, the metadata of
+the code object for AMD). `benchmarks.launches` counts launches and bytes; nothing here says how fast a kernel is.
+Spills on NVIDIA are an error. Triton's cache keeps what is compiled: a run that was interrupted goes on.
 """
 
 import argparse
@@ -12,18 +14,21 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.backends.nvidia
+from torch import Tensor, nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rotp_vision.core.triton import badmm, coefficients, local_badmm, local_sinkhorn, sinkhorn, windows
-from rotp_vision.core.triton.tiles import BACKWARD_ELEMENTS, FORWARD_ELEMENTS, MAX_TILES, NUM_WARPS, launch_options
+from benchmarks.launches import WINDOWS, Counter, count
 from rotp_vision.files import write_atomically
+from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
 
 TARGETS = {
     'sm_80': GPUTarget('cuda', 80, 32),
@@ -32,126 +37,123 @@ TARGETS = {
     'gfx942': GPUTarget('hip', 'gfx942', 64),
 }
 CUOBJDUMP = Path(triton.backends.nvidia.__file__).parent / 'bin' / 'cuobjdump'
-MAPS = {'grad', 'features', 'x_map', 'pooled', 'd_features', 'd_x'}  # pointers in the dtype of the features
-VECTORS = {
-    'log_prior_d', 'log_prior_n', 'coefficients', 'saved_r', 'saved_c', 'saved_l', 'parts', 'd_c', 'd_gaps',
-    'd_log_p0', 'slopes', 'saved', 'd_windows', 'buffer',
-    'smoothness', 'feature_penalty', 'sample_penalty', 'steps', 'gain', 'out',
-    'd_smoothness', 'd_feature_penalty', 'd_sample_penalty', 'd_step', 'd_gain', 'd_out',
-}  # fmt: skip
-POINTERS = {'betas', 'starts', 'weights', 'grads', 'd_betas'}  # tuples of such
-# How many entries the tuples of a kernel have, and which of them are one, hence constants: of contiguous maps, and of
-# channels_last.
-SETS = {
-    'grad_strides': (2, [1], [1]), 'prior_d_strides': (2, [1], [1]), 'prior_n_strides': (2, [1], [1]),
-    'features_strides': (3, [2], [1]), 'd_features_strides': (3, [2], [1]),
-}  # fmt: skip
-WINDOWS = {
-    'geometry': (11, [9, 10], [9, 10]), 'x_strides': (4, [3], [1]), 'pooled_strides': (4, [3], [1]),
-    'grad_strides': (4, [3], [1]), 'd_x_strides': (4, [3], [1]), 'buffer_strides': (4, [2], [3]),
-    'spacing': (7, [3], [1]),
-}  # fmt: skip
-# A layer's weights: three per module, and the gain.
-WEIGHTS = {'strides': (2, [0, 1], [0, 1]), 'sizes': (4, [3], [3])} | dict.fromkeys(POINTERS, (4, [], []))
-LAYOUTS = ('contiguous', 'channels_last')
+DTYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.bool: 'i1'}
+SOLVERS = ('badmm-e', 'badmm-q', 'sinkhorn')
+VIEWS = ('rms', 'identity', 'log')
+SIDES = (7, 3, 5, 8, 10, 14, 16)  # of square maps: every BLOCK_N, and two with N a multiple of 16
+CHANNELS = 2048
+LOCAL = ((3, 64), (3, 256), (2, 64))  # side of the windows, and channels; fewer take the same tiles or smaller ones
 
 
-class Kernel(NamedTuple):
-    """A kernel with its constants, as a launch has them."""
+class Launch(NamedTuple):
+    """A kernel as a layer launches it: what Triton would compile."""
 
-    name: str
-    tile: str
-    function: Any
-    constants: dict[str, Any]
-    tuples: dict[str, tuple[int, list[int], list[int]]]
-    num_warps: int = NUM_WARPS
-    dtypes: tuple[str, ...] = ('fp32',)  # another dtype is the same code but for the conversions
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[tuple[int, ...], Any]
+    aligned: dict[tuple[int, ...], Any]  # what is a multiple of 16
+    options: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        flags = {name: value for name, value in self._named().items() if isinstance(value, bool)}
+        given = [name for name, value in flags.items() if value and name in ('LAST', 'FIRST', 'QUADRATIC')]
+        given += ['no gradient of the map' for name, value in flags.items() if not value and name.startswith('NEED')]
+        view = self._named().get('VIEW')
+        return ' '.join([self.kernel.__name__, *([view] if view else []), *given])
 
-SOLVERS = {
-    'badmm-e': (badmm.badmm_forward, badmm.badmm_backward, {'QUADRATIC': False}),
-    'badmm-q': (badmm.badmm_forward, badmm.badmm_backward, {'QUADRATIC': True}),
-    'sinkhorn': (sinkhorn.sinkhorn_forward, sinkhorn.sinkhorn_backward, {}),
-}
-LOCAL_SOLVERS = {
-    'badmm-e': (local_badmm.local_badmm_forward, local_badmm.local_badmm_backward, {'QUADRATIC': False}),
-    'badmm-q': (local_badmm.local_badmm_forward, local_badmm.local_badmm_backward, {'QUADRATIC': True}),
-    'sinkhorn': (local_sinkhorn.local_sinkhorn_forward, local_sinkhorn.local_sinkhorn_backward, {}),
-}
-# Windows' size, channels, views. The view 'rms' holds most; fewer taps or channels than these take the same tiles.
-LOCAL_CASES = ((3, 64, ('identity', 'rms', 'log')), (3, 256, ('rms',)), (2, 64, ('rms',)))
+    @property
+    def tile(self) -> str:
+        sizes = [str(value) for name, value in self._named().items() if name.startswith(('BLOCK', 'K'))]
+        return '×'.join(sizes) or '1'
 
-
-def global_kernels(sizes: tuple[int, ...], views: tuple[str, ...], solvers: tuple[str, ...]) -> Iterator[Kernel]:
-    """Every kernel for sets and combination of flags that the launchers use, but for those that leave a store out."""
-    for name, end, view, block_n in itertools.product(solvers, (False, True), views, sizes):
-        forward, backward, flags = SOLVERS[name]
-        dtypes = ('fp32', 'fp16') if block_n == 64 and view == 'rms' else ('fp32',)
-        for way, function, elements, more in (
-            ('forward', forward, FORWARD_ELEMENTS, {'LAST': end}),
-            ('backward', backward, BACKWARD_ELEMENTS, {'FIRST': end, 'NEED_FEATURES': True}),
-        ):
-            block_d = elements // block_n
-            constants = {'VIEW': view, 'BLOCK_D': block_d, 'BLOCK_N': block_n, 'TILES': MAX_TILES} | more | flags
-            label = ' '.join([name, way, view, *(flag for flag in ('FIRST', 'LAST') if constants.get(flag))])
-            yield Kernel(label, f'{block_d}×{block_n}', function, constants, SETS, dtypes=dtypes)
+    def _named(self) -> dict[str, Any]:
+        return {self.kernel.arg_names[path[0]]: value for path, value in self.constants.items() if len(path) == 1}
 
 
-def weight_kernels() -> Iterator[Kernel]:
-    """What makes coefficients of weights."""
-    for way, function in (('forward', coefficients.softplus_forward), ('backward', coefficients.softplus_backward)):
-        yield Kernel(f'softplus {way}', '1', function, {'BLOCK': coefficients.BLOCK}, WEIGHTS, num_warps=1)
-    for way in ('forward', 'backward'):
-        for quadratic in (False, True):
-            function = getattr(coefficients, f'badmm_coefficients_{way}')
-            label = f'badmm-{"eq"[quadratic]} coefficients {way}'
-            yield Kernel(label, '1', function, {'QUADRATIC': quadratic}, WEIGHTS, num_warps=1)
-        function = getattr(coefficients, f'sinkhorn_coefficients_{way}')
-        yield Kernel(f'sinkhorn coefficients {way}', '1', function, {}, WEIGHTS, num_warps=1)
+class Recorder(Counter):
+    """Keeps every launch of a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recorded: list[Launch] = []
+
+    def kernel(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        super().kernel(kernel, grid, *arguments, **constants)
+        given = dict(zip(kernel.arg_names, arguments, strict=False))
+        given |= {name: constants.pop(name) for name in kernel.arg_names if name in constants}
+        launch = Launch(kernel, {}, {}, {}, constants)
+        for i, parameter in enumerate(kernel.params):
+            value = given[parameter.name]
+            if parameter.is_constexpr:
+                launch.signature[parameter.name] = 'constexpr'
+                launch.constants[i,] = value
+            else:
+                kind = _specialized(launch, value, (i,), not parameter.do_not_specialize)
+                launch.signature[parameter.name] = kind
+        self.recorded.append(launch)
 
 
-def local_kernels(cases: tuple[tuple[int, int, tuple[str, ...]], ...], solvers: tuple[str, ...]) -> Iterator[Kernel]:
-    """Every kernel for windows."""
-    for (size, channels, views), name in itertools.product(cases, solvers):
-        *functions, flags = LOCAL_SOLVERS[name]
-        for function, way in zip(functions, ('forward', 'backward'), strict=True):
-            cut = windows.window_tiling(channels, size**2, way == 'backward')
-            shape = {'KH': size, 'KW': size, 'BLOCK_W': cut.block_w, 'BLOCK_C': cut.block_c}
-            for view in views:
-                constants = shape | {'VIEW': view} | flags | ({'NEED_X': True} if way == 'backward' else {})
-                label, tile = f'local {size}×{size} {name} {way} {view}', f'{cut.block_w}×{cut.block_c}'
-                dtypes = ('fp32', 'fp16') if view == 'identity' else ('fp32',)
-                yield Kernel(label, tile, function, constants, WINDOWS, cut.num_warps, dtypes)
-    block = windows.GATHER_BLOCK
-    for size in sorted({size for size, _, _ in cases}):
-        constants = {'KH': size, 'KW': size, 'BLOCK': block}
-        label = f'local {size}×{size} gather'
-        yield Kernel(label, str(block), windows.gather_windows, constants, WINDOWS, dtypes=('fp32', 'fp16'))
+def _specialized(launch: Launch, value: Any, path: tuple[int, ...], specialize: bool) -> Any:
+    """The type of an argument as Triton would have it, which takes one for a constant and notes multiples of 16."""
+    if isinstance(value, tuple):
+        return tuple(_specialized(launch, entry, (*path, j), specialize) for j, entry in enumerate(value))
+    if isinstance(value, float):
+        return 'fp32'
+    if specialize and isinstance(value, int) and value == 1:
+        launch.constants[path] = 1
+        return 'constexpr'
+    if isinstance(value, Tensor) or (specialize and value % 16 == 0):
+        launch.aligned[path] = [['tt.divisibility', 16]]
+    return f'*{DTYPES[value.dtype]}' if isinstance(value, Tensor) else 'i32'
 
 
-def compiled(kernel: Kernel, target: GPUTarget, dtype: str, layout: str) -> Any:
-    """The kernel as a launch on such a map would have it compiled."""
-    names = kernel.function.arg_names
-    constants = dict(kernel.constants)
-    if 'CHANNELS_LAST' in names:
-        constants['CHANNELS_LAST'] = layout == 'channels_last'
-    signature, values = {}, {}
-    for i, name in enumerate(names):
-        if name in constants:
-            signature[name] = 'constexpr'
-            values[i,] = constants[name]
-        elif name in kernel.tuples:
-            size, *ones = kernel.tuples[name]
-            fixed = ones[LAYOUTS.index(layout)]
-            kind = '*fp32' if name in POINTERS else 'i32'
-            signature[name] = tuple('constexpr' if j in fixed else kind for j in range(size))
-            values |= {(i, j): 1 for j in fixed}
-        else:
-            kinds = {'floor': 'fp32'} | dict.fromkeys(MAPS, f'*{dtype}') | dict.fromkeys(VECTORS, '*fp32')
-            signature[name] = kinds.get(name, 'i32')
-    aligned = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names) if name in MAPS | VECTORS}
-    options = launch_options(target.backend == 'hip', kernel.num_warps)
-    return triton.compile(ASTSource(kernel.function, signature, values, aligned), target=target, options=options)
+class Case(NamedTuple):
+    """A layer, the map it runs on, and whether that needs no gradient."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    frozen: bool = False
+
+
+def cases(kind: str, solvers: list[str], quick: bool) -> Iterator[Case]:
+    """Of sets or windows: float32 in full; of bfloat16, the same code but for conversions, the view rms."""
+    variants = [(torch.float32, view) for view in VIEWS] + [(torch.bfloat16, 'rms')]
+    for solver, (dtype, view) in itertools.product(solvers, variants[:1] if quick else variants):
+        options = {'solver': solver, 'view': view}
+        if kind == 'windows':
+            for size, channels in LOCAL[:1] if quick else LOCAL:
+                windows = WINDOWS | {'kernel_size': size}
+                yield Case(partial(LocalROTPool2d, options, **windows), (2, channels, 14, 14), dtype)
+            continue
+        pool = partial(GlobalROTPool2d, options)
+        for side in SIDES[:1] if quick else SIDES:
+            yield Case(pool, (2, CHANNELS, side, side), dtype)
+        if not quick:
+            yield Case(pool, (2, CHANNELS - 1, 7, 7), dtype)  # no multiple of 16
+            yield Case(pool, (2, CHANNELS, 7, 7), dtype, frozen=True)
+
+
+def launches(cases: Iterable[Case]) -> Iterator[tuple[Launch, dict[str, str]]]:
+    """Every launch that is another kernel to Triton, and where it comes from."""
+    seen = set()
+    for case, layout in itertools.product(cases, ('contiguous', 'channels_last')):
+        recorder, (make, shape, dtype, frozen) = Recorder(), case
+        count(make, shape, dtype=dtype, channels_last=layout == 'channels_last', frozen=frozen, counter=recorder)
+        where = {'map': '×'.join(map(str, shape[1:])), 'dtype': DTYPES[dtype], 'layout': layout}
+        for launch in recorder.recorded:
+            if repr(launch) not in seen:
+                seen.add(repr(launch))
+                yield launch, {'kernel': launch.name, 'tile': launch.tile} | where
+
+
+def compiled(launch: Launch, target: GPUTarget) -> Any:
+    """As a launch on such a GPU would have it."""
+    hip = target.backend == 'hip'
+    options = {name: value for name, value in launch.options.items() if not (hip and name == 'maxnreg')}
+    source = ASTSource(launch.kernel, launch.signature, launch.constants, launch.aligned)
+    return triton.compile(source, target=target, options=options)
 
 
 def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
@@ -172,30 +174,24 @@ def resources(binary: Any, target: GPUTarget) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--targets', nargs='+', choices=TARGETS, default=list(TARGETS))
+    parser.add_argument('--kinds', nargs='+', choices=('sets', 'windows'), default=['sets', 'windows'])
     parser.add_argument('--solvers', nargs='+', choices=SOLVERS, default=list(SOLVERS))
     parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows, view rms, in float32 only')
-    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over dtypes and layouts')
+    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over maps, dtypes and layouts')
     args = parser.parse_args()
 
-    solvers = tuple(args.solvers)
-    sizes, cases = ((64,), ((3, 64, ('rms',)),)) if args.quick else ((16, 64, 256), LOCAL_CASES)
-    views = ('rms',) if args.quick else ('identity', 'rms', 'log')
-    kernels = [*weight_kernels(), *global_kernels(sizes, views, solvers), *local_kernels(cases, solvers)]
-    print('| target | kernel | tile | dtype | layout | registers | spilled | shared |')
-    print('| --- | --- | --- | --- | --- | --- | --- | --- |')
     most: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     spilling = []
-    for target, kernel in itertools.product(args.targets, kernels):
-        for dtype, layout in itertools.product(kernel.dtypes[:1] if args.quick else kernel.dtypes, LAYOUTS):
-            binary = compiled(kernel, TARGETS[target], dtype, layout)
-            used = resources(binary, TARGETS[target])
-            numbers = ' | '.join(map(str, used))
-            row = f'| {target} | {kernel.name} | {kernel.tile} | {dtype} | {layout} | {numbers} |'
-            print(row, flush=True)
-            if used[1] and TARGETS[target].backend == 'cuda':
-                spilling.append(row)
-            of_kernel = most.setdefault((kernel.name, kernel.tile), {})
-            of_kernel[target] = tuple(map(max, used, of_kernel.get(target, used)))
+    for name, kind in itertools.product(args.targets, args.kinds):
+        target = TARGETS[name]
+        for launch, row in launches(cases(kind, args.solvers, args.quick)):
+            used = resources(compiled(launch, target), target)
+            line = f'| {" | ".join([name, *row.values(), *map(str, used)])} |'
+            print(line, flush=True)
+            if used[1] and target.backend == 'cuda':
+                spilling.append(line)
+            of_kernel = most.setdefault((launch.name, launch.tile), {})
+            of_kernel[name] = tuple(map(max, used, of_kernel.get(name, used)))
     if args.output is not None:
         write(args.output, args.targets, most)
     if spilling:
@@ -206,9 +202,9 @@ def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, 
     lines = [
         '# The Triton kernels, compiled for GPUs that were not there\n',
         f'`python -m benchmarks.triton_aot --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
-        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over dtypes and',
-        'layouts. Tiles are features × samples, and windows × channels. Nothing here says how fast a kernel is: no GPU',
-        'has run them yet.\n',
+        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over maps, dtypes and',
+        'layouts. Tiles are features × samples, and taps × windows × channels. Nothing here says how fast a kernel is:',
+        'no GPU has run them yet.\n',
         f'| kernel | tile | {" | ".join(targets)} |',
         f'| --- | --- | {" | ".join("---" for _ in targets)} |',
     ]

@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace, device: torch.device) -> None:
         '| launches: torch | triton | triton, % of a step |'
     )
     print('| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |')
-    speedups, wrong, rows = [], [], []
+    speedups, wrong, failed, rows = [], [], [], []
     for shape, local in [(shape, False) for shape in SHAPES] + [(shape, True) for shape in LOCAL_SHAPES]:
         x = torch.randn(args.batch_size, *shape, device=device, dtype=DTYPES[args.dtype]).relu_()
         if args.channels_last:
@@ -83,7 +83,16 @@ def _run(args: argparse.Namespace, device: torch.device) -> None:
                 print(f'| {label} | {plain:.3f} | – | – | – | – | – | – | – |')
                 rows.append({'map': shape, 'local': local, 'solver': solver, 'average_ms': average, 'torch_ms': plain})
                 continue
-            fast = _milliseconds(_pool(solver, 'triton', local).to(device), x, args.repeats)
+            try:
+                fast = _milliseconds(_pool(solver, 'triton', local).to(device), x, args.repeats)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of a compiler, of a driver: other rows, and what to post, are worth having
+                print(f'| {label} | {plain:.3f} | fails | – | – | – | – | – | – |')
+                rows.append({'map': shape, 'local': local, 'solver': solver, 'average_ms': average, 'torch_ms': plain})
+                rows[-1]['triton_fails'] = f'{type(error).__name__}: {str(error)[:500]}'
+                failed.append(label)
+                continue
             right = _results(_pool(solver, 'torch', local).to(device).double(), x.detach().double().requires_grad_())
             own, error = (
                 _off(_results(_pool(solver, name, local).to(device), x), right) for name in ('torch', 'triton')
@@ -109,9 +118,12 @@ def _run(args: argparse.Namespace, device: torch.device) -> None:
     print()
     if missing:
         print(f"Backend 'triton' {missing}: here there is the torch backend only.")
-    elif wrong:
-        print("Choose backend='torch': the Triton kernels give other numbers here. Please report this table.")
-        raise RuntimeError(f'{len(wrong)} of {len(speedups)} rows disagree: ' + '; '.join(wrong))
+    elif wrong or failed:
+        print("Choose backend='torch': the Triton kernels fail or give other numbers here. Please report this table.")
+        count = len(speedups) + len(failed)
+        raise RuntimeError(
+            f'{len(wrong)} of {count} rows disagree and {len(failed)} fail: ' + '; '.join(wrong + failed)
+        )
     else:
         choice = 'triton' if statistics.geometric_mean(speedups) > 1 else 'torch'
         slow = sum(speedup < 1 for speedup in speedups)
@@ -128,8 +140,9 @@ def _launches(pool: nn.Module, x: Tensor) -> int | None:
         return None
     from torch.profiler import DeviceType, ProfilerActivity, profile
 
+    grad = torch.ones_like(pool(x))
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        pool(x).sum().backward()
+        torch.autograd.grad(pool(x), [x, *pool.parameters()], grad, allow_unused=True)
         torch.cuda.synchronize(x.device)
     return sum(event.device_type == DeviceType.CUDA for event in profiler.events() or ())
 

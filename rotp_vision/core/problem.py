@@ -46,6 +46,7 @@ def rot_problem(
     log_sample_prior: Tensor | None = None,
     mask: Tensor | None = None,
     view: str = 'identity',
+    zeroed: bool = False,
 ) -> ROTProblem:
     """The batch of problems for `features`, checked, with normalised priors in float32 or wider.
 
@@ -57,6 +58,8 @@ def rot_problem(
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
             on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
         view: what the plan sees of the features, 'identity', 'rms' or 'log', see `view_of`.
+        zeroed: whether masked samples are zero already, or go to a backend that does not read them: then features are
+            not copied.
     """
     if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
         _check(features, log_feature_prior, log_sample_prior, mask, view)
@@ -72,7 +75,8 @@ def rot_problem(
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
     masked = ~mask
     log_q0 = log_q0.masked_fill(masked, -torch.inf).log_softmax(-1).masked_fill(masked, 0.0)
-    return ROTProblem(x.masked_fill(masked.unsqueeze(1), 0.0), log_p0, log_q0, mask.unsqueeze(1), view)
+    x = x if zeroed else x.masked_fill(masked.unsqueeze(1), 0.0)
+    return ROTProblem(x, log_p0, log_q0, mask.unsqueeze(1), view)
 
 
 def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:

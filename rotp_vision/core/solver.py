@@ -60,6 +60,7 @@ class Implementation(NamedTuple):
     trusted: Callable[[Tensor, StepWeights, Solver, str, Windows | None], bool] = lambda *problem: False
     # `scaled_softplus`, once it is trusted if the last argument says so; returns None where it does not apply.
     softplus: Callable[[Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, ...] | None] | None = None
+    reads_masked: bool = True  # whether it reads masked samples, which then have to be zero
 
 
 _IMPLEMENTATIONS: dict[str, Implementation] = {}
@@ -143,6 +144,11 @@ def rot_pool_windows(
         return None
     shaped = gain.view(-1, 1, 1) if gain is not None and gain.dim() else gain
     return _scaled(chosen.pool_windows, chosen, (maps, weights, solver, windows, view), shaped)
+
+
+def reads_masked(features: Tensor, weights: StepWeights, solver: Solver, view: str) -> bool:
+    """Whether `rot_pool` reads masked samples of such features (B, D, N), which then have to be zero."""
+    return _implementation(features, weights, solver, view).reads_masked
 
 
 def _scaled(pool: Callable[..., Any], chosen: Implementation, inputs: tuple, gain: Tensor | None) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import SOLVERS, ROTProblem, explicit_pool, rot_pool, rot_problem, solve
+from rotp_vision.core import SOLVERS, ROTProblem, StepWeights, explicit_pool, reads_masked, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
 from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight, RegisteredWeights
 from rotp_vision.layers.tracing import OneNode
@@ -69,7 +69,9 @@ class ROTPool(OneNode):
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
             self.prior = prior
 
-    def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
+    def _problem(
+        self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, zeroed: bool = False
+    ) -> ROTProblem:
         log_feature_prior: Tensor | None = None
         if self.prior is not None:
             log_feature_prior, log_prior = self.prior(x)
@@ -80,6 +82,7 @@ class ROTPool(OneNode):
             log_sample_prior=log_sample_prior,
             mask=mask,
             view=self.view,
+            zeroed=zeroed,
         )
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
@@ -91,26 +94,32 @@ class ROTPool(OneNode):
             log_sample_prior: (B or 1, N) logits of q0, to which those of the layer's own prior are added; None for
                 uniform.
         """
-        return self._pool(self._problem(self._without_masked(x, mask), mask, log_sample_prior))
+        weights, gain = self._weights_and_gain()
+        zeroed = self.prior is not None
+        if mask is not None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            zeroed = zeroed or not reads_masked(x, weights, self.solver, self.view)
+        return self._pool(self._problem(self._for_prior(x, mask), mask, log_sample_prior, zeroed), weights, gain)
 
-    def _pool(self, problem: ROTProblem) -> Tensor:
+    def _weights_and_gain(self) -> tuple[StepWeights, Tensor | None]:
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            weights = self.weights()
+            return self.weights(), None if self.gain is None else self.gain()
+        return self.weights.with_gain(self.gain, self.solver)
+
+    def _pool(self, problem: ROTProblem, weights: StepWeights, gain: Tensor | None) -> Tensor:
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             pooled = explicit_pool(
                 problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
             )
-            return pooled if self.gain is None else pooled * self.gain().to(pooled.dtype)
-        weights, gain = self.weights.with_gain(self.gain, self.solver)
+            return pooled if gain is None else pooled * gain.to(pooled.dtype)
         return rot_pool(problem, weights, self.solver, gain)
 
-    def _without_masked(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`x` (B, D, N) with masked samples set to zero, as padding may hold anything, NaN included."""
-        # `rot_problem` does the same, but a prior reads `x` before.
+    def _for_prior(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """`x` (B, D, N) as a prior may read it: with masked samples set to zero, as they may hold anything, NaN too."""
         return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
 
     def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
-        problem = self._problem(self._without_masked(x, mask), mask, log_sample_prior)
+        problem = self._problem(self._for_prior(x, mask), mask, log_sample_prior, self.prior is not None)
         return solve(problem, self.weights(), self.solver)
 
     def log_plan(self, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rotp_vision.core import Windows, rot_pool_windows, transforms_active
+from rotp_vision.core import StepWeights, Windows, rot_pool_windows, solve, transforms_active
 from rotp_vision.layers.base import ROTPool
 from rotp_vision.layers.options import PoolOptions, is_integer
 
@@ -98,29 +98,31 @@ class LocalROTPool2d(ROTPool):
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)
         inside = _inside(row_taps, x.shape[2])[:, None, :, None] & _inside(column_taps, x.shape[3])[None, :, None, :]
         pixels = Pixels(inside if any(padding) else None, None if prior is None else F.pad(prior, padding))
-        sets, mask, logits = self._windows(F.pad(x, padding), pixels, 0, rows, columns)
-        log_plan = self.solve_sets(sets, mask, logits)
+        problem = self._problem(*self._windows(F.pad(x, padding), pixels, 0, rows, columns), zeroed=True)
+        log_plan = solve(problem, self.weights(), self.solver)
         return log_plan.view(-1, rows, columns, x.shape[1], *self.kernel_size).permute(0, 3, 1, 2, 4, 5)
 
     def _pool_maps(self, x: Tensor, prior: Tensor | None) -> Tensor:
         rows, top, bottom = self._layout(x.shape[2], 0)
         columns, left, right = self._layout(x.shape[3], 1)
         pooled: Tensor | None = None
+        weights, gain = self._weights_and_gain()
         if self.prior is None and prior is None and not torch.jit.is_scripting():  # pyright: ignore
             windows = Windows(*self.kernel_size, *self.stride, top, left, *self.dilation, rows, columns)
-            weights, gain = self.weights.with_gain(self.gain, self.solver)
             pooled = rot_pool_windows(x, weights, self.solver, windows, self.view, gain)
             if pooled is not None and not self.count_include_pad:
                 return pooled
         padding = [left, right, top, bottom]
         padded, log_prior = F.pad(x, padding), None if prior is None else F.pad(prior, padding)
         if max(padding) == 0:
-            return self._pool_padded(padded, Pixels(None, log_prior), rows, columns) if pooled is None else pooled
+            if pooled is None:
+                pooled = self._pool_padded(padded, Pixels(None, log_prior), rows, columns, weights, gain)
+            return pooled
         row_taps, column_taps = self._taps(x, 0, rows, top), self._taps(x, 1, columns, left)  # (H', kh), (W', kw)
         inside_rows, inside_columns = _inside(row_taps, x.shape[2]), _inside(column_taps, x.shape[3])
         if pooled is None:
             inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]
-            pooled = self._pool_padded(padded, Pixels(inside, log_prior), rows, columns)
+            pooled = self._pool_padded(padded, Pixels(inside, log_prior), rows, columns, weights, gain)
         if self.count_include_pad:
             # Padding counts as zeros; what ceil_mode adds beyond the padding does not count at all.
             counted_rows = row_taps < x.shape[2] + max(self.padding[0], bottom if self.same else 0)
@@ -131,62 +133,76 @@ class LocalROTPool2d(ROTPool):
             pooled = pooled * share.to(pooled.dtype)
         return pooled
 
-    def _pool_padded(self, padded: Tensor, pixels: Pixels, rows: int, columns: int) -> Tensor:
+    def _pool_padded(
+        self, padded: Tensor, pixels: Pixels, rows: int, columns: int, weights: StepWeights, gain: Tensor | None
+    ) -> Tensor:
         """Pool all windows, in chunks if there are many."""
         # A traced graph has one chunk: the number of chunks must not depend on the batch size.
         if torch.jit.is_scripting() or torch.compiler.is_compiling():  # pyright: ignore[reportPrivateImportUsage]
-            return self._pool_rows(padded, pixels, 0, rows, columns)
+            return self._pool_rows(padded, pixels, 0, rows, columns, weights, gain)
         size = padded.shape[0] * padded.shape[1] * columns * self.kernel_size[0] * self.kernel_size[1]
         limit = CHUNK_VALUES.get(padded.device.type, CHUNK_VALUES_ELSEWHERE)
         step = max(1, limit // max(1, size))
         chunks: list[Tensor] = []
         for first in range(0, rows, step):
-            pooled, padded = self._pool_chunk(padded, pixels, first, min(first + step, rows), columns, step < rows)
+            last = min(first + step, rows)
+            pooled, padded = self._pool_chunk(padded, pixels, first, last, columns, weights, gain, step < rows)
             chunks.append(pooled)
         return torch.cat(chunks, 2) if len(chunks) > 1 else chunks[0]
 
-    def _pool_rows(self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int) -> Tensor:
+    def _pool_rows(
+        self,
+        padded: Tensor,
+        pixels: Pixels,
+        first: int,
+        last: int,
+        columns: int,
+        weights: StepWeights,
+        gain: Tensor | None,
+    ) -> Tensor:
         """(B, C, last - first, W') pooled windows of some rows of the output, channels last in memory."""
         sets, mask, logits = self._windows(padded, pixels, first, last, columns)
-        pooled = self._pool(self._problem(sets, mask, logits))
+        pooled = self._pool(self._problem(sets, mask, logits, zeroed=True), weights, gain)
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2)
 
     def _pool_chunk(
-        self, padded: Tensor, pixels: Pixels, first: int, last: int, columns: int, one_of_many: bool
+        self,
+        padded: Tensor,
+        pixels: Pixels,
+        first: int,
+        last: int,
+        columns: int,
+        weights: StepWeights,
+        gain: Tensor | None,
+        one_of_many: bool,
     ) -> tuple[Tensor, Tensor]:
         """`_pool_rows`, and the map for the next chunk, see `_CutWindows`.
 
         Of many chunks none saves its windows for its backward pass, which copies them out of the map again.
         """
         if not torch.is_grad_enabled() or transforms_active():
-            return self._pool_rows(padded, pixels, first, last, columns), padded
-        made: dict[str, Tensor] = {}
-        source = padded.detach()
+            return self._pool_rows(padded, pixels, first, last, columns, weights, gain), padded
+        source, sets = padded.detach(), None
 
-        def make(sets: Tensor, mask: Tensor | None, logits: Tensor | None):
-            problem = self._problem(sets, mask, logits)
-            # Another tensor where there is a mask.
-            made.update(sets=sets, features=problem.features)
-            return problem
+        def pack(tensor: Tensor) -> Tensor | None:
+            if not one_of_many or sets is None or tensor.shape != sets.shape:
+                return tensor
+            return None if tensor.data_ptr() == sets.data_ptr() else tensor
 
-        def pack(tensor: Tensor) -> Tensor | str:
-            for name, known in made.items():
-                if one_of_many and tensor.data_ptr() == known.data_ptr() and tensor.shape == known.shape:
-                    return name
-            return tensor
-
-        def unpack(packed: Tensor | str) -> Tensor:
-            if not isinstance(packed, str):
+        def unpack(packed: Tensor | None) -> Tensor:
+            nonlocal sets
+            if packed is not None:
                 return packed
-            if not made:
-                with torch.no_grad():
-                    make(*self._windows(source, pixels, first, last, columns))
-            return made[packed]
+            if sets is None:
+                sets = self._cut(source, first, last, columns).flatten(0, 2).mT
+            return sets
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             windows, padded = _CutWindows.apply(padded, self._taps_of(first, last, columns))  # pyright: ignore
-            pooled = self._pool(make(windows.flatten(0, 2).mT, *self._known(padded, pixels, first, last, columns)))
-        made.clear()
+            sets = windows.flatten(0, 2).mT
+            mask, logits = self._known(padded, pixels, first, last, columns)
+            pooled = self._pool(self._problem(sets, mask, logits, zeroed=True), weights, gain)
+        sets = None
         return pooled.view(padded.shape[0], last - first, columns, padded.shape[1]).permute(0, 3, 1, 2), padded
 
     def _prior_map(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:

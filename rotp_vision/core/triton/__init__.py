@@ -114,4 +114,4 @@ def _trusted(features: Tensor, weights: StepWeights, solver: Solver, view: str, 
     return check.trusted(configuration, (*tile, *unit_strides), made, features)
 
 
-register_backend('triton', Implementation(_refuses, _lacks, _pool, _pool_windows, True, _trusted, _softplus))
+register_backend('triton', Implementation(_refuses, _lacks, _pool, _pool_windows, True, _trusted, _softplus, False))

@@ -228,7 +228,7 @@ def badmm_backward(
         plan_q = to_mass_one(plan_q)
         if FIRST:
             tl.store(slope + 4 * num_modules, tl.sum(g * average(plan_q, 1.0, x, peak, scale, raw, VIEW)))
-        dy, direct, g, moved = average_back(plan_q, g * gain, x, scale, raw, VIEW)
+        dy, direct, moved = average_back(plan_q, g * gain, x, peak, scale, raw, VIEW)
         dx = direct
         if VIEW == 'log':
             dx = x * 0.0
@@ -313,7 +313,7 @@ def badmm_backward(
                 if VIEW == 'log':
                     # Read again, for it need not be held all the way.
                     raw = load_tile(features, b, d, n, features_strides, D, log_q0)
-                dx = view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW)
+                dx = view_back(dx, direct, x, peak, scale, raw, moved, num_samples, floor, VIEW)
                 store_tile(d_features, dx, b, d, n, d_features_strides, D, N, log_q0)
         else:
             j = module - 1

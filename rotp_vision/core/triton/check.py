@@ -153,9 +153,10 @@ def _random_weights(weights: StepWeights, solver: Solver) -> Results:
 def set_results(
     features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: None
 ) -> tuple[Results, Results]:
-    """Of two sets as large as those of `features` (B, D, N), the second with a masked sample, and with priors."""
+    """Of two sets as large as those of `features` (B, D, N), with priors, the second with a masked sample of NaN."""
     _, num_features, num_samples = features.shape
     x = _random(2, num_features, num_samples, like=features)
+    x[1, :, 1:2] = torch.nan
     if features.stride(1) == 1:
         x = x.mT.contiguous().mT
     leaves = {'features': x, 'log_p0': _random(2, num_features, like=weights.smoothness)}
@@ -164,7 +165,7 @@ def set_results(
     mask[1, 1:2] = False
 
     def kernels(features: Tensor, log_p0: Tensor, log_q0: Tensor, gain: Tensor, **given: Tensor) -> Tensor:
-        problem = rot_problem(features, log_p0, log_q0, mask, view)
+        problem = rot_problem(features, log_p0, log_q0, mask, view, zeroed=True)
         return registered('triton').pool(problem, StepWeights(**given), solver, gain)
 
     def right(features: Tensor, log_p0: Tensor, log_q0: Tensor, gain: Tensor, **given: Tensor) -> Tensor:

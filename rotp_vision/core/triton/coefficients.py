@@ -27,7 +27,7 @@ from rotp_vision.core.weights import StepWeights
 
 BLOCK = 256
 LOG_2 = tl.constexpr(math.log(2.0))
-OPTIONS = {'num_warps': 1}
+OPTIONS = {'num_warps': 1, 'enable_fp_fusion': True}
 
 
 @triton.jit

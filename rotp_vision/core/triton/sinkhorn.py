@@ -180,7 +180,7 @@ def sinkhorn_backward(
             dual = _load_b(saved_l, log_q0, rate_b, num_steps, n, N)
             weights = to_mass_one(tl.exp(s * x + dual[None, :] - r[:, None]))
             d_gain = tl.sum(g * average(weights, 1.0, x, peak, scale, raw, VIEW))
-            dy, direct, g, moved = average_back(weights, g * gain, x, scale, raw, VIEW)
+            dy, direct, moved = average_back(weights, g * gain, x, peak, scale, raw, VIEW)
             if FIRST:
                 d_p0 = g * 0.0
                 d_rate_a = 0.0
@@ -208,7 +208,7 @@ def sinkhorn_backward(
                         raw = load_tile(features, b, d, n, features_strides, D, log_q0)
                     else:
                         dx += direct
-                    dx = view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW)
+                    dx = view_back(dx, direct, x, peak, scale, raw, moved, num_samples, floor, VIEW)
                     store_tile(d_features, dx, b, d, n, d_features_strides, D, N, log_q0)
             else:
                 db_part += tl.sum(dy, 0)

@@ -287,11 +287,11 @@ def average(weights, total, x, peak, scale, raw, VIEW: tl.constexpr):
 
 
 @triton.jit
-def average_back(weights, g, x, scale, raw, VIEW: tl.constexpr):
+def average_back(weights, g, x, peak, scale, raw, VIEW: tl.constexpr):
     """Back through `average` from its gradient g (BLOCK_D,).
 
     Returns the gradient of the weights' logits, that of x (of raw for the view 'log') which keeps its place in memory,
-    and (BLOCK_D,) that of the average of x, and this times the average of x.
+    and (BLOCK_D,) the average times its gradient.
     """
     averaged = x
     if VIEW == 'log':
@@ -299,18 +299,18 @@ def average_back(weights, g, x, scale, raw, VIEW: tl.constexpr):
     g = g / scale
     direct = weights * g[:, None]
     f = tl.sum(weights * averaged, 1)
-    return direct * (averaged - f[:, None]), direct, g, g * f
+    return direct * (averaged - f[:, None]), direct, g * (f + peak)
 
 
 @triton.jit
-def view_back(dx, direct, x, peak, scale, raw, g, moved, num_samples, floor, VIEW: tl.constexpr):
+def view_back(dx, direct, x, peak, scale, raw, moved, num_samples, floor, VIEW: tl.constexpr):
     """The gradient of the features.
 
-    Of dx, that of x, with `direct`, the share of the average, but for the view 'log'; g, moved are of `average_back`.
+    Of dx, that of x, with `direct`, the share of the average, but for the view 'log'; `moved` is of `average_back`.
     """
     if VIEW == 'rms':
         # Through s = (mean_n features² + floor²)^(-1/2), which x is multiplied with and its average divided by.
-        d_log_s = tl.sum(dx * x, 1) - moved + peak * (tl.sum(dx, 1) - g)
+        d_log_s = tl.sum(dx * x, 1) + peak * tl.sum(dx, 1) - moved
         pull = d_log_s * scale / num_samples
         dx = dx * scale[:, None] - (x + peak[:, None]) * pull[:, None]
     elif VIEW == 'log':

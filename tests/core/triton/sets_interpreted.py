@@ -6,15 +6,16 @@ in a process of its own. By hand: `TRITON_INTERPRET=1 pytest tests/core/triton/s
 
 import argparse
 import copy
+import json
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotp_vision import bench
 from rotp_vision.core import Solver, scaled_softplus
 from rotp_vision.core.triton import badmm, coefficients, sinkhorn, tiles  # noqa: F401 - define their operators
-from rotp_vision.layers import GlobalROTPool2d
+from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
 from tests.core.explicit.operators import leaves, pooled, results
 
 OPERATORS = {
@@ -80,6 +81,21 @@ def test_masks_and_views(operator, view):
     mask = torch.arange(9) < torch.tensor([[1], [6]])
     got = assert_same(operator, leaves(operator, 2, 12, 9, num_modules=2, dtype=torch.float32), mask, view)
     assert torch.equal(got['x'][0, :, 1:], torch.zeros(12, 8))
+
+
+@every_operator
+@pytest.mark.parametrize('view', ['identity', 'rms', 'log'])
+def test_masked_samples_are_not_read(operator, view):
+    """Whatever they hold: a layer gives the features to the kernels as they are."""
+    weights = {'smoothness': 0.8, 'step': 1.3} if 'badmm' in operator[0].name else {'smoothness': 1.3}
+    pool = ROTSetPool({'solver': operator[0].name, 'view': view, **weights})
+    mask = torch.arange(9) < torch.tensor([[1], [6]])
+    x = torch.randn(2, 9, 12, generator=torch.Generator().manual_seed(0)).masked_fill(~mask.unsqueeze(2), torch.nan)
+    expected = of_layer(pool, x, torch.float64, mask)
+    pool.solver = pool.solver._replace(backend='triton')
+    got = of_layer(pool, x, torch.float32, mask)
+    assert_close(got, expected)
+    assert torch.equal(got['x'][~mask], torch.zeros(11, 12))
 
 
 @pytest.mark.parametrize('name', ['badmm-e', 'sinkhorn'])
@@ -217,10 +233,10 @@ def test_second_derivative_is_refused(operator):
         grad.sum().backward()
 
 
-def of_layer(pool: GlobalROTPool2d, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+def of_layer(pool: nn.Module, x: Tensor, dtype: torch.dtype, *others: Tensor) -> dict[str, Tensor]:
     pool = copy.deepcopy(pool).to(dtype)
     x = x.to(dtype).requires_grad_()
-    out = pool(x)
+    out = pool(x, *others)
     inputs = {'x': x} | dict(pool.named_parameters())
     grads = torch.autograd.grad(
         out, list(inputs.values()), torch.linspace(-1, 2, out.numel(), dtype=dtype).view_as(out)
@@ -291,6 +307,12 @@ def test_bench_compares_and_advises(monkeypatch, capsys):
     assert "Choose backend='torch': triton agrees everywhere" in printed  # the interpreter is not fast
 
     monkeypatch.setattr(bench, 'AGREEMENT', -1.0)
-    with pytest.raises(RuntimeError, match='2 of 2 rows disagree'):
+    with pytest.raises(RuntimeError, match='2 of 2 rows disagree and 0 fail'):
         bench.run(args)
     assert 'Please report this table' in capsys.readouterr().out
+
+    monkeypatch.setattr(tiles, 'launch_forward', lambda *arguments, **flags: 1 / 0)
+    with pytest.raises(RuntimeError, match='1 of 2 rows disagree and 1 fail'):
+        bench.run(args)
+    rows = json.loads(capsys.readouterr().out.split('Please post this line:\n')[1].splitlines()[0])['rows']
+    assert [row.get('triton_fails') for row in rows] == ['ZeroDivisionError: division by zero', None]

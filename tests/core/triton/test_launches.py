@@ -45,6 +45,25 @@ def test_a_frozen_network_needs_no_gradient_of_the_map():
     assert counted.gigabytes < 0.95
 
 
+class Masked(nn.Module):
+    """Sets of which the last samples are masked."""
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.pool, self.masked = ROTSetPool(), masked
+
+    def forward(self, x):
+        mask = x.new_ones(x.shape[0], 49, dtype=torch.bool).tril() if self.masked else None
+        return self.pool(x.flatten(2).mT, mask)
+
+
+@needs_triton
+def test_masked_features_are_not_copied():
+    """Not the features, 0.1 GB, and not their gradient: what a mask adds are vectors of samples."""
+    masked, whole = (count(lambda m=m: Masked(masked=m), GLOBAL)[0] for m in (True, False))
+    assert masked.gigabytes < whole.gigabytes + 0.001
+
+
 VARIANTS = {
     'norm prior': lambda: GlobalROTPool2d({'prior': 'norm'}),
     'attention': lambda: GlobalROTPool2d({'prior': 'attention', 'gain': 'channel'}, 32),
