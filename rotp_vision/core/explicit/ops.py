@@ -1,7 +1,7 @@
 """How a solver on the tape becomes a `torch.library` operator, the same for all of them.
 
-A solver brings one function that runs it on a `Tape`. The operator made of it keeps nothing for backward but its inputs,
-works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast says, is one node for
+A solver brings one function that runs it on a `Tape`. The operator made of it keeps nothing for backward but its
+inputs, works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast says, is one node for
 `torch.compile` and `torch.export`, and can be taken apart again into plain tensor operations (`decompositions`) for a
 runtime that does not know it.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.scratch import LOG2_E, ChunkSize, NoScratch, chunks, reads_values, store
+from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, reads_values, store
 from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
 from rotp_vision.core.operator import Pair, define
 
@@ -32,8 +32,8 @@ def decompositions() -> dict[Any, Callable]:
 def _batch(features, log_p0, log_q0, coefficients, view, similarity, *, eager: bool) -> Batch:
     num_kinds, num_modules = coefficients.shape
     numbers = coefficients.t().tolist() if eager else [[math.nan] * num_kinds] * num_modules
-    values, base_2 = ([module.unbind() for module in each.unbind(1)] for each in (coefficients, coefficients * LOG2_E))
-    modules = [list(map(Coefficient, *module)) for module in zip(values, base_2, numbers, strict=True)]
+    values = [module.unbind() for module in coefficients.unbind(1)]
+    modules = [list(map(Coefficient, *module)) for module in zip(values, numbers, strict=True)]
     any_masked = not eager or bool((log_q0 == -torch.inf).any())
     return Batch(features, log_p0, log_q0, view, similarity, modules, eager, any_masked)
 

@@ -12,7 +12,6 @@ from torch import Tensor
 # cache; elsewhere the limit only bounds the memory that backward needs besides what was saved.
 CHUNK_ELEMENTS = {'cpu': 2**17}
 CHUNK_ELEMENTS_ELSEWHERE = 2**25
-LOG2_E = math.log2(math.e)
 WIDE = 256  # so many features are worth being transposed set by set
 
 
@@ -41,6 +40,9 @@ class Scratch:
         # An exponential so far below the largest, 1e-13 in float32, counts as zero: no sum notices, while on CPU one
         # that underflows by itself takes a hundred times longer than others, and a product with it ten times.
         self.floor: float | None = -exponent_limit(dtype) / 2 if reads_values(like.device) else None
+        # What exponents are multiplied with: on some CPUs torch's powers of two take a third of the time of its
+        # exponentials. Coefficients and vectors are multiplied, which costs next to nothing.
+        self.unit = math.log2(math.e) if reads_values(like.device) else 1.0
 
     def start(self, num_sets: int) -> None:
         """From now on buffers hold `num_sets` sets, at most what the first did."""
@@ -76,10 +78,6 @@ class Scratch:
         """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
         return values
 
-    def exp2(self, values: Tensor) -> Tensor:
-        """2^values over themselves."""
-        return values.exp2_()
-
     def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
         """`values`, over themselves, with a number where the mask `where` says."""
         return values.masked_fill_(where, value)
@@ -97,16 +95,13 @@ class NoScratch(Scratch):
 
     def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
         super().__init__(like, 0, dtype)
-        self.floor = None
+        self.floor, self.unit = None, 1.0
 
     def take(self, *, samples_last: bool = False) -> None:
         return None
 
     def over(self, values: Tensor) -> None:
         return None
-
-    def exp2(self, values: Tensor) -> Tensor:
-        return (values / LOG2_E).exp()  # which every runtime knows
 
     def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
         return values.masked_fill(where, value)
@@ -163,11 +158,9 @@ class Exponents(NamedTuple):
 def exponentials(
     y: Tensor, dim: int, scratch: Scratch, exponents: Exponents, masked: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """2^(y - top) over y, zero where `masked`, their sum along `dim`, kept, and the maximum `top`.
+    """exp((y - top) / unit) over y, zero where `masked`, their sum along `dim`, kept, and the maximum `top`.
 
-    Powers of two, as torch's take a third of the time of its exponentials on some CPUs and never longer; `LOG2_E` is
-    for the caller to multiply with, who does it where it costs nothing. Where the exponentials are summable there is no
-    maximum. Where not, y may be -inf.
+    Where the exponentials are summable there is no maximum. Where not, y may be -inf.
     """
     top = None
     if not exponents.summable:
@@ -175,9 +168,9 @@ def exponentials(
         y = torch.sub(y, top, out=scratch.over(y))
     if scratch.floor is not None and exponents.may_underflow:
         floor = 2 * scratch.floor if top is None else scratch.floor
-        torch.threshold_(y.clamp_(min=floor * LOG2_E).exp2_(), 1.001 * math.exp(floor), 0.0)
+        torch.threshold_(y.clamp_(min=floor * scratch.unit).exp2_(), 1.001 * math.exp(floor), 0.0)
     else:
-        y = scratch.exp2(y)
+        y = (torch.exp if scratch.unit == 1.0 else torch.exp2)(y, out=scratch.over(y))
     if masked is not None and exponents.summable:
         y.masked_fill_(masked, 0.0)
     return y, y.sum(dim, keepdim=True), top

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from rotp_vision.core.explicit.scratch import (
-    LOG2_E,
     Exponents,
     Scratch,
     balance_rows,
@@ -45,9 +44,9 @@ class Coefficient:
     """A scalar that a solver multiplies with, of one module, the same for all chunks; they add to its gradient."""
 
     value: Tensor
-    base_2: Tensor  # the value times log2(e): what exponents of powers of two are made with
     number: float  # the value, NaN where it may not be read
-    along: Tensor | None = None  # (1, D, 1) `base_2` as a feature vector, once somebody has made it
+    exponent: Tensor | None = None  # the value in the unit of exponents, once somebody has made it,
+    along: Tensor | None = None  # (1, D, 1) and that as a feature vector
     slopes: list[Tensor] = field(default_factory=list)  # terms of its gradient
 
     def gradient(self) -> Tensor:
@@ -131,7 +130,7 @@ class Logits:
 
 @dataclass(eq=False, slots=True)
 class _Sweep:
-    """exp(logits + vector - top - a constant), with the gradient of the logits; top is in powers of two."""
+    """exp(logits + vector - top - a constant), with the gradient of the logits."""
 
     logits: Logits
     vector: Variable
@@ -144,7 +143,7 @@ class _Sweep:
 
     def log_sum(self) -> Tensor:
         """LSE(logits + vector) but for the constant."""
-        return self.total.log() if self.top is None else self.total.log() + self.top / LOG2_E
+        return self.total.log() if self.top is None else self.total.log() + self.top
 
 
 class _Shared(NamedTuple):
@@ -326,8 +325,8 @@ class Tape:
             weight = plan.weight * _value(factor)
             product = torch.mul(grad, plan.exponentials, out=self._scratch.take())
             sums = product.sum(axis, keepdim=True)
-            if isinstance(factor, Coefficient) and self._wants_slopes:
-                factor.slopes.append((sums * plan.weight).sum())
+            if isinstance(factor, Coefficient):
+                self._add_slope(factor, sums, plan.weight)
             total = product.mul_(weight) if total is None else total.addcmul_(product, weight)
             moved = sums.mul_(weight) if moved is None else moved.addcmul_(sums, weight)
         return total, moved
@@ -360,10 +359,9 @@ class Tape:
             if result.grad is None:
                 return
             if projected is None:
-                for prior, grad in zip(
-                    (self.log_p0, self.log_q0), structure.push_product_back(result.grad, weight, values)
-                ):
-                    prior.add_grad(grad)
+                d_log_p, d_log_q = structure.push_product_back(result.grad, weight, values)
+                self.log_p0.add_grad(d_log_p)
+                self.log_q0.add_grad(d_log_q)
             else:
                 out = self._scratch.buffer()
                 structure.push_back(result.grad, values, weight, projected, out)
@@ -384,7 +382,7 @@ class Tape:
         if self._peak is None or (not logits.terms and not self._spread_within(limit / abs(logits.scale.number))):
             return
         exponents = self._scratch.buffer()
-        torch.mul(self._x, logits.scale.base_2, out=exponents)
+        torch.mul(self._x, self._exponent(logits.scale), out=exponents)
         top = None
         if logits.terms:
             exponents = self._add_terms(exponents, logits)
@@ -393,9 +391,9 @@ class Tape:
             exponents.sub_(top)
             if self._masked is not None:
                 exponents.masked_fill_(self._masked, 0.0)
-            if not -float(exponents.amin()) < limit * LOG2_E:
+            if not -float(exponents.amin()) < limit * self._scratch.unit:
                 return
-            top = top / LOG2_E
+            top = top / self._scratch.unit
         twin = self._scratch.take(samples_last=True)
         assert twin is not None
         store(exponents.exp2_(), twin)
@@ -563,37 +561,47 @@ class Tape:
         self, logits: Logits, vector: Variable, out: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """exp(logits + vector - top - a constant), their sum along the vector's axis, and top."""
-        axis, scale = vector.axis, logits.scale
+        axis = vector.axis
         if logits.shared is not None:
             weights, top = self._shared_weights(logits.shared, vector)
             y = torch.mul(logits.shared.exponentials, weights, out=out)
-            return y, y.sum(axis, keepdim=True), None if top is None else top * LOG2_E
-        if axis == FEATURES:
-            shifted = vector.value - vector.value.amax(FEATURES, keepdim=True)
-            exponents = self._exponents(logits, shifted, axis)
-            y = torch.addcmul(shifted * LOG2_E, self._x, scale.base_2, out=out)
-            return exponentials(self._add_terms(y, logits), axis, self._scratch, exponents)
-        hidden = self._fill(vector.value, -torch.inf)
-        shifted = self._fill(hidden - hidden.amax(SAMPLES, keepdim=True), 0.0)
+            return y, y.sum(axis, keepdim=True), top
+        values = self._fill(vector.value, -torch.inf) if axis == SAMPLES else vector.value
+        shifted = values - values.amax(axis, keepdim=True)
         exponents = self._exponents(logits, shifted, axis)
-        # The scale as a feature vector: beside one that is constant along the contiguous axis torch would not
-        # vectorise a second constant.
-        if scale.along is None:
-            scale.along = scale.base_2.expand(1, self._x.shape[1], 1).contiguous()
-        shifted = (shifted if exponents.summable else self._fill(shifted, -torch.inf)) * LOG2_E
-        y = torch.addcmul(shifted, self._x, scale.along, out=out)
-        return exponentials(self._add_terms(y, logits), axis, self._scratch, exponents, self._masked)
+        if axis == SAMPLES and exponents.summable:
+            shifted = self._fill(shifted, 0.0)
+        scale, unit = self._exponent(logits.scale), self._scratch.unit
+        if axis == SAMPLES:
+            # As a feature vector: beside one that is constant along the contiguous axis torch would not vectorise a
+            # second constant.
+            if logits.scale.along is None:
+                logits.scale.along = scale.expand(1, self._x.shape[1], 1).contiguous()
+            scale = logits.scale.along
+        y = torch.addcmul(shifted if unit == 1.0 else shifted * unit, self._x, scale, out=out)
+        masked = self._masked if axis == SAMPLES else None
+        y, total, top = exponentials(self._add_terms(y, logits), axis, self._scratch, exponents, masked)
+        return y, total, top if top is None or unit == 1.0 else top / unit
+
+    def _exponent(self, coefficient: Coefficient) -> Tensor:
+        """A coefficient in the unit of exponents."""
+        if self._scratch.unit == 1.0:
+            return coefficient.value
+        if coefficient.exponent is None:
+            coefficient.exponent = coefficient.value * self._scratch.unit
+        return coefficient.exponent
 
     def _add_terms(self, y: Tensor, logits: Logits) -> Tensor:
-        """y + log2(e) · Σ factor · matrix, over y."""
+        """y + Σ factor · matrix in the unit of exponents, over y."""
+        unit = self._scratch.unit
         for factor, matrix in logits.terms:
             if matrix.axis == MIXING:
                 assert self._structure is not None
-                y = self._structure.act(y, matrix.value * LOG2_E)
+                y = self._structure.act(y, matrix.value if unit == 1.0 else matrix.value * unit)
             elif isinstance(factor, Coefficient):
-                y = torch.addcmul(y, matrix.value, factor.base_2, out=self._scratch.over(y))
+                y = torch.addcmul(y, matrix.value, self._exponent(factor), out=self._scratch.over(y))
             else:
-                y = torch.add(y, matrix.value, alpha=factor * LOG2_E, out=self._scratch.over(y))
+                y = torch.add(y, matrix.value, alpha=factor * unit, out=self._scratch.over(y))
         return y
 
     def _spread_within(self, limit: float) -> bool:
@@ -609,7 +617,7 @@ class Tape:
         """
         if self._peak is None:
             return Exponents(False, True)
-        reach = -float(shifted.amin())
+        reach = -float((self._fill(shifted, 0.0) if axis == SAMPLES else shifted).amin())
         exponents = self._bounded(logits, reach, axis)
         if exponents.may_underflow:
             self._spread_within(-math.inf)
@@ -628,11 +636,10 @@ class Tape:
         """
         limit, number = exponent_limit(self._x.dtype) - 2 * logits.push(), logits.scale.number
         of_x = abs(number) * self._spread
-        may_underflow = not of_x + reach < limit
-        if number < 0 or (logits.terms and may_underflow):
-            return Exponents(not may_underflow, may_underflow)
+        if of_x + reach < limit:
+            return Exponents(True, False)
         below = of_x if axis == FEATURES else reach
-        return Exponents(below < (limit / 2 if may_underflow else limit), may_underflow)
+        return Exponents(number >= 0 and not logits.terms and below < limit / 2, True)
 
     def _sweep_back(self, sweep: _Sweep) -> None:
         """On from a sweep to what it is made of."""

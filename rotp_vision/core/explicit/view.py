@@ -8,6 +8,8 @@ from torch import Tensor
 from rotp_vision.core.explicit.scratch import Scratch, extremes
 from rotp_vision.core.problem import VIEW_FLOOR
 
+_NO_OVERFLOW = 75.0  # of features whose logarithms lie no further apart, x / VIEW_FLOOR is finite in float32
+
 
 class Seen:
     """X = φ(features) of a chunk, see `view_of`; where values may be read, every row less its maximum, its peak.
@@ -41,24 +43,25 @@ class Seen:
 
     def _rows(self, features: Tensor, ours: bool, low: float, scratch: Scratch) -> Tensor:
         """(b, D, N) X less the peaks; `ours` says whether the features may be overwritten."""
-        if self.scale is None and self.averaged is None and self.peak is None:
+        scale, peak = self.scale, self.peak
+        if self.averaged is None and scale is None and peak is None:
             return features
         out = scratch.over(features) if ours and self.averaged is None else scratch.take()
-        if self.averaged is None:
-            if self.scale is None:
-                return torch.sub(features, self.peak, out=out)
-            if self.peak is None:
-                return torch.mul(features, self.scale, out=out)
-            return torch.addcmul(-self.peak, features, self.scale, out=out)
-        positive = features if low >= 0 else torch.clamp(features, min=0.0, out=out)
-        if self.peak is None:
-            positive = torch.add(positive, VIEW_FLOOR, out=out)
-            return torch.log(positive, out=scratch.over(positive))
-        # log(x + floor) less a constant, which the peak has as well.
-        of_peak = (self.peak.clamp_min(0.0) / VIEW_FLOOR).log1p()
-        self.peak = of_peak + math.log(VIEW_FLOOR)
-        positive = torch.mul(positive, 1 / VIEW_FLOOR, out=out)
-        return torch.log1p(positive, out=scratch.over(positive)).sub_(of_peak)
+        if self.averaged is not None:
+            positive = features if low >= 0 else torch.clamp(features, min=0.0, out=out)
+            if self.spread < _NO_OVERFLOW:  # log1p(x / floor), which torch makes faster, is the same but for a constant
+                positive, constant = torch.mul(positive, 1 / VIEW_FLOOR, out=out), math.log(VIEW_FLOOR)
+                x = torch.log1p(positive, out=scratch.over(positive))
+            else:
+                positive, constant = torch.add(positive, VIEW_FLOOR, out=out), 0.0
+                x = torch.log(positive, out=scratch.over(positive))
+            if peak is None:
+                return x
+            self.peak = (peak.clamp_min(0.0) + VIEW_FLOOR).log()
+            return x.sub_(self.peak - constant)
+        if peak is None:
+            return features if scale is None else torch.mul(features, scale, out=out)
+        return torch.sub(features, peak, out=out) if scale is None else torch.addcmul(-peak, features, scale, out=out)
 
     def _rms_scale(self, features: Tensor, largest: float, scratch: Scratch) -> Tensor:
         out = scratch.take()

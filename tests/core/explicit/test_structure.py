@@ -22,9 +22,8 @@ def test_force_and_its_gradients(similarity, shape, product):
     d_x, d_values, d_weight = torch.autograd.grad(force, (x, values, weight), towards)
 
     with torch.no_grad():
-        scratch = Scratch(x, b, x.dtype)
-        scratch.start(b)
-        structure = Structure(x, None, similarity, scratch)
+        scratch, peak = Scratch(x, b, x.dtype), x.amax(2, keepdim=True)
+        structure = Structure(x - peak, peak, None, similarity, scratch)
         if product:
             mixing, projected = structure.push_product(values, weight), None
         else:

@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from rotp_vision.core import view_of
+from rotp_vision.core.explicit.scratch import Scratch
+from rotp_vision.core.explicit.view import Seen
 from tests.core.explicit.operators import assert_same, every_operator, every_view, leaves, results
 
 
@@ -52,3 +55,19 @@ def test_rms_of_features_whose_squares_overflow(operator, backend):
     assert all(value.isfinite().all() for value in large.values())
     torch.testing.assert_close(large['output'] / 1e30, small['output'], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(large['x'], small['x'], rtol=1e-3, atol=1e-4)
+
+
+@every_view
+@pytest.mark.parametrize('largest', [9.0, 1e37])
+@pytest.mark.parametrize('channels_last', [False, True])
+def test_rows_are_shifted_to_the_maximum_of_what_is_left(view, largest, channels_last):
+    """Whatever the features are, and without changing them."""
+    x = torch.tensor([[[-50.0, -53.0, 0.0], [2.0, 7.0, 0.0], [0.5, largest, 0.0]]])
+    x = x.mT.contiguous().mT if channels_last else x
+    masked, given = torch.tensor([[[False, False, True]]]), x.clone()
+    seen = Seen(x, view, masked, Scratch(x, 1, x.dtype), eager=True)
+    assert torch.equal(x, given)
+    assert seen.x[..., 2].tolist() == [[0.0, 0.0, 0.0]]
+    expected = view_of(x, view, ~masked)[..., :2]
+    torch.testing.assert_close(seen.peak, expected.amax(2, keepdim=True))
+    torch.testing.assert_close(seen.x[..., :2], expected - seen.peak)
