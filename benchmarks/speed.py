@@ -4,13 +4,15 @@
     python -m benchmarks.speed --no-step --repeats 5
 
 All rows of a table are timed in turn, in one process, forward and backward, and the medians compared, so that whatever
-else the machine does falls on all alike. No multiple carries over to another machine: average pooling reads memory
-and hardly computes, so that wider vectors make everything else cheaper beside it. The table names the processor and its
-vectors. After other poolings come the layers as users get them, the default first, then the solvers alone, on the
-features as they are.
+else the machine does falls on all alike. Memory that was freed is kept, as in a training run that has reached its size:
+otherwise what allocates much, such as GeM, takes up to twice as long, by chance. No multiple carries over to another
+machine: average pooling reads memory and hardly computes, so that wider vectors make everything else cheaper beside it.
+The table names the processor and its vectors. After other poolings come the layers as users get them, the default
+first, then the solvers alone, on the features as they are.
 """
 
 import argparse
+import ctypes
 import importlib.util
 import platform
 import statistics
@@ -325,6 +327,14 @@ def processor() -> str:
     return next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.machine())
 
 
+def keep_freed_memory() -> None:
+    """Let glibc, where it is, give no memory back to the system, whose fresh pages would cost time at each use."""
+    mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)
+    if mallopt is not None:
+        mallopt(-1, 2**30)  # M_TRIM_THRESHOLD: what may be free at the end of the heap
+        mallopt(-3, 2**30)  # M_MMAP_THRESHOLD: from which size on a block is the system's
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--threads', type=int, default=2)
@@ -336,6 +346,7 @@ def main() -> None:
     parser.add_argument('--no-step', action='store_true', help='leave out the share of a ResNet-50 training step')
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     timing = Timing(CLOCKS[args.clock], args.repeats)
     torch.manual_seed(0)
 
