@@ -60,7 +60,7 @@ def _run(tape: Tape, quadratic: bool) -> tuple[Logits, Variable]:
 
 def _chunk_size(similarity: str, quadratic: bool) -> ChunkSize:
     """As many parts as a forward has plan-sized tensors: X, two sweeps, Z, M; a plan, factors, small matrices."""
-    return ChunkSize(parts=14, multiplies=True) if similarity else ChunkSize(parts=8)
+    return ChunkSize(parts=14, multiplies=True) if similarity else ChunkSize(enlarge=2, parts=8)
 
 
 register('badmm_pool', _run, ', bool quadratic', _chunk_size)
