@@ -59,8 +59,11 @@ class Launch(NamedTuple):
         flags = {name: value for name, value in self._named().items() if isinstance(value, bool)}
         given = [name for name, value in flags.items() if value and name in ('LAST', 'FIRST', 'QUADRATIC')]
         given += ['no gradient of the map' for name, value in flags.items() if not value and name.startswith('NEED')]
-        view = self._named().get('VIEW')
-        return ' '.join([self.kernel.__name__, *([view] if view else []), *given])
+        return ' '.join([self.kernel.__name__, *given])
+
+    @property
+    def view(self) -> str:
+        return self._named().get('VIEW', '')
 
     @property
     def tile(self) -> str:
@@ -145,7 +148,7 @@ def launches(cases: Iterable[Case]) -> Iterator[tuple[Launch, dict[str, str]]]:
         for launch in recorder.recorded:
             if repr(launch) not in seen:
                 seen.add(repr(launch))
-                yield launch, {'kernel': launch.name, 'tile': launch.tile} | where
+                yield launch, {'kernel': launch.name, 'view': launch.view, 'tile': launch.tile} | where
 
 
 def compiled(launch: Launch, target: GPUTarget) -> Any:
@@ -177,10 +180,10 @@ def main() -> None:
     parser.add_argument('--kinds', nargs='+', choices=('sets', 'windows'), default=['sets', 'windows'])
     parser.add_argument('--solvers', nargs='+', choices=SOLVERS, default=list(SOLVERS))
     parser.add_argument('--quick', action='store_true', help='7×7 maps and 3×3 windows, view rms, in float32 only')
-    parser.add_argument('--output', type=Path, help='Markdown file to write: the most over maps, dtypes and layouts')
+    parser.add_argument('--output', type=Path, help='Markdown file to write, a row for each kernel')
     args = parser.parse_args()
 
-    most: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+    found: dict[str, dict[str, list[tuple[int, ...]]]] = {}
     spilling = []
     for name, kind in itertools.product(args.targets, args.kinds):
         target = TARGETS[name]
@@ -190,26 +193,30 @@ def main() -> None:
             print(line, flush=True)
             if used[1] and target.backend == 'cuda':
                 spilling.append(line)
-            of_kernel = most.setdefault((launch.name, launch.tile), {})
-            of_kernel[name] = tuple(map(max, used, of_kernel.get(name, used)))
+            found.setdefault(launch.name, {}).setdefault(name, []).append(used)
     if args.output is not None:
-        write(args.output, args.targets, most)
+        write(args.output, args.targets, found)
     if spilling:
         raise SystemExit('these kernels spill registers:\n' + '\n'.join(spilling))
 
 
-def write(path: Path, targets: list[str], most: dict[tuple[str, str], dict[str, tuple[int, ...]]]) -> None:
+def write(path: Path, targets: list[str], found: dict[str, dict[str, list[tuple[int, ...]]]]) -> None:
     lines = [
         '# The Triton kernels, compiled for GPUs that were not there\n',
-        f'`python -m benchmarks.triton_aot --output benchmarks/TRITON.md`, triton {triton.__version__}. Registers per',
-        'thread, bytes spilled per thread and bytes of shared memory per program, each the most over maps, dtypes and',
-        'layouts. Tiles are features × samples, and taps × windows × channels. Nothing here says how fast a kernel is:',
-        'no GPU has run them yet.\n',
-        f'| kernel | tile | {" | ".join(targets)} |',
-        f'| --- | --- | {" | ".join("---" for _ in targets)} |',
+        f'`python -m benchmarks.triton_aot --output benchmarks/TRITON.md`, triton {triton.__version__}. For each',
+        'kernel, in how many variants it was compiled (view, tile, dtype, memory layout, sizes that are multiples of',
+        '16), and of these the most registers per thread, bytes spilled per thread and bytes of shared memory per',
+        'program. Nothing here says how fast a kernel is: no GPU has run them yet.\n',
+        f'| kernel | {" | ".join(targets)} |',
+        f'| --- | {" | ".join("---" for _ in targets)} |',
     ]
-    for (name, tile), used in most.items():
-        lines.append(f'| {name} | {tile} | {" | ".join(", ".join(map(str, used[target])) for target in targets)} |')
+    for name, of_target in found.items():
+        cells = []
+        for target in targets:
+            variants = of_target.get(target, [])
+            most = ', '.join(str(max(numbers)) for numbers in zip(*variants, strict=True))
+            cells.append(f'{len(variants)}: {most}' if variants else '–')
+        lines.append(f'| {name} | {" | ".join(cells)} |')
     write_atomically(path, '\n'.join(lines) + '\n')
 
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import SOLVERS, Backend, backend_lacks
+from rotp_vision.core import Backend, backend_lacks
 from rotp_vision.core.solver import OVERRIDE
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, pool_options
 
+SOLVERS = ('sinkhorn', 'badmm-e', 'badmm-q')  # those that have kernels; others may be registered
 SHAPES = ((512, 7, 7), (2048, 7, 7), (768, 14, 14))
 LOCAL_SHAPES = ((64, 112, 112),)  # of maps that are pooled by WINDOWS
 WINDOWS: dict[str, Any] = {'kernel_size': 3, 'stride': 2, 'padding': 1}

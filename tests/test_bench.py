@@ -6,6 +6,7 @@ import json
 import pytest
 
 from rotp_vision import bench
+from rotp_vision.core import SOLVERS
 from rotp_vision.core import triton as triton_room
 
 
@@ -20,6 +21,7 @@ def test_times_torch_and_says_why_not_triton(installed, need, monkeypatch, capsy
     monkeypatch.setattr(bench, 'SHAPES', ((8, 2, 2),))
     monkeypatch.setattr(bench, 'LOCAL_SHAPES', ((4, 6, 6),))
     monkeypatch.setattr(triton_room, 'INSTALLED', installed)
+    monkeypatch.setitem(SOLVERS, 'mine', SOLVERS['sinkhorn'])  # which is not what is asked for
     run('--device', 'cpu', '--dtype', 'bfloat16')
     printed = capsys.readouterr().out
     assert printed.count('| 8×2×2 |') == 3

@@ -25,6 +25,9 @@ def test_mask_takes_mass_from_missing_samples_only():
         torch.testing.assert_close(problem.log_sample_prior[b, mask[b]].exp(), logits[b, mask[b]].softmax(0))
     assert problem.mask is not None
     assert torch.equal(problem.features == 0, ~mask.unsqueeze(1).expand(2, 3, 4))
+    again = rot_problem(problem.features, log_sample_prior=logits, mask=mask, zeroed=True)
+    assert again.features is problem.features
+    assert torch.equal(again.log_sample_prior, problem.log_sample_prior)
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float32, torch.float64])
