@@ -139,7 +139,7 @@ class _Sweep:
     total: Tensor  # their sum along the vector's axis, kept
     top: Tensor | None  # like total; None for zero
     grad: Tensor | None = None  # (b, D, N), over the exponentials once nobody needs them any more
-    has_lse: bool = False
+    lse: Variable | None = None  # LSE(logits + vector), once somebody has asked for it
 
     def log_sum(self) -> Tensor:
         """LSE(logits + vector) but for the constant."""
@@ -275,8 +275,9 @@ class Tape:
         if logits.shared is not None:
             return self._shared_lse(logits.shared, vector)
         sweep = self._swept(logits, vector)
-        sweep.has_lse = True
-        result = Variable(sweep.log_sum(), 3 - vector.axis)
+        if sweep.lse is not None:
+            return sweep.lse
+        sweep.lse = result = Variable(sweep.log_sum(), 3 - vector.axis)
 
         def back() -> None:
             if result.grad is None:
@@ -309,10 +310,10 @@ class Tape:
             if slope is None:
                 return
             if grad is None:
-                out = self._scratch.take() if sweep.has_lse else sweep.exponentials
+                out = sweep.exponentials if sweep.lse is None else self._scratch.take()
                 sweep.grad = torch.mul(sweep.exponentials, slope / -sweep.total, out=out)
             else:
-                out = grad if sweep.has_lse else sweep.exponentials
+                out = sweep.exponentials if sweep.lse is None else grad
                 sweep.grad = torch.addcmul(grad, sweep.exponentials, slope / -sweep.total, out=out)
             log_marginal.add_grad(slope)
 
@@ -484,8 +485,8 @@ class Tape:
         mean = torch.mul(exponentials, features, out=spare).sum(SAMPLES, keepdim=True) / sweep.total
         d_features = torch.mul(exponentials, grad / sweep.total, out=self._scratch.take() if in_stack else exponentials)
         sweep.grad = torch.sub(features, mean, out=exponentials if in_stack else spare).mul_(d_features)
-        if separate or self._structure is not None or not in_stack:
-            # X itself is next to zero where it weighs most, so that little is rounded.
+        if separate or self._structure is not None or not in_stack or self._peak is None:
+            # Otherwise X is next to zero where it weighs most, so that little is rounded.
             balance_rows(sweep.grad, d_features, grad)
         self._dx: Tensor | None = None
         if self._needs.features:

@@ -12,6 +12,7 @@ from tests.core.explicit.operators import assert_same, every_operator, every_vie
 from tests.core.explicit.test_coupled import test_coupled_plans_whose_scale_is_below_zero  # noqa: F401
 from tests.core.explicit.test_tape import (  # noqa: F401
     test_any_number_of_modules,
+    test_any_spread_of_features_in_float32,
     test_equals_reference,
     test_features_far_from_zero_in_float32,
     test_nan_in_nan_out,
@@ -40,10 +41,11 @@ def test_channels_last_in_chunks(operator, view, monkeypatch):
     assert_same(operator, tensors, view=view)
 
 
+@pytest.mark.parametrize('structure', [False, True])
 @pytest.mark.parametrize('proximal', [False, True])
-def test_implicit_gradients(proximal, monkeypatch):
+def test_implicit_gradients(structure, proximal, monkeypatch):
     """The same as where values are looked at."""
-    operator = Solver('sinkhorn', num_inner=20, implicit=True), False, proximal
+    operator = Solver('sinkhorn', num_inner=20, implicit=True), structure, proximal
     tensors, mask = leaves(operator, 3, 8, 6, num_modules=2), torch.arange(6) < torch.tensor([[1], [4], [6]])
     got = results(operator, tensors, 'torch', mask)
     monkeypatch.setitem(scratch.CHUNK_ELEMENTS, 'cpu', 2**17)

@@ -20,8 +20,8 @@ TABLE = {
     'badmm-e of the stem': (lambda: LocalROTPool2d(**WINDOWS), STEM, 'triton', 8, 7.0),
     'sinkhorn of the stem': (lambda: LocalROTPool2d('sinkhorn', **WINDOWS), STEM, 'triton', 8, 7.0),
     'norm prior of the stem': (lambda: LocalROTPool2d({'prior': 'norm'}, **WINDOWS), STEM, 'triton', 253, 63.0),
-    'badmm-e of the stem without Triton': (lambda: LocalROTPool2d(**WINDOWS), STEM, 'torch', 5582, 524.0),
-    'badmm-e without Triton': (lambda: GlobalROTPool2d(), GLOBAL, 'torch', 528, 25.2),
+    'badmm-e of the stem without Triton': (lambda: LocalROTPool2d(**WINDOWS), STEM, 'torch', 5652, 531.0),
+    'badmm-e without Triton': (lambda: GlobalROTPool2d(), GLOBAL, 'torch', 533, 25.5),
     'sinkhorn without Triton': (lambda: GlobalROTPool2d('sinkhorn'), GLOBAL, 'torch', 450, 22.0),
 }
 
