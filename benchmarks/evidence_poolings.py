@@ -16,6 +16,7 @@ from rotp_vision.layers.parameters import log_norm
 from rotp_vision.surgery.views import Views
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
+ALONE = 'ROTP, no softmax or max'  # chosen among average and ROT pools that are neither
 CHUNK = 50  # images pooled at a time
 
 Pool = Callable[[Tensor], Tensor]
@@ -130,7 +131,8 @@ def calibrated(model: nn.Module, maps: Maps, index: Tensor) -> tuple[nn.Module, 
     return network.eval(), rotp_vision.calibrate(network, batches)
 
 
-def judge_ours(network: nn.Module, maps: Maps, index: Tensor, setting: str) -> Outcome:
+def judge_ours(network: nn.Module, maps: Maps, index: Tensor, report: Calibration) -> Outcome:
+    setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
     with torch.inference_mode():
         logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in index.split(CHUNK)])
     return outcome(logits, maps.labels[index], setting)
