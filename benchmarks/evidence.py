@@ -37,6 +37,7 @@ from rotp_vision.surgery.head import find_global_pool
 PLAIN, TWO_SCALES, LARGE_VIEW = 'plain', '224 + 384', '384 whole'
 OTHER_SIZES = ('160', '288', '384')
 TASKS = (PLAIN, *OTHER_SIZES, *SMALL, TWO_SCALES)
+CHEAP = ('EfficientNet-Lite0',)  # networks whose two scales take all images
 FIT = 500  # images that a pooling is fitted on
 SHIFTED = 1200  # images of a task with shifted images; those that do not fit judge
 SEED = 21  # 20 in the first run
@@ -55,8 +56,8 @@ def task_maps(network: Network, model: nn.Module, task: str, args: argparse.Name
         )
 
     if task == TWO_SCALES:  # each view is made from the photo
-        (small, labels), (large, _) = made(PLAIN, None), made(LARGE_VIEW, None)
-        return Maps([small, large], labels)
+        (small, _), (large, labels) = made(PLAIN, None), made(LARGE_VIEW, None if network.name in CHEAP else SHIFTED)
+        return Maps([small[: len(large)], large], labels)
     maps, labels = made(task, None if task == PLAIN else SHIFTED)
     return Maps([maps], labels)
 

@@ -117,7 +117,7 @@ class ViewsOfMaps(Views):
     """Several views of which the maps are kept: its images are the places (B, C, N, 1) of all views."""
 
     def __init__(self, model: nn.Module, places: list[int]):
-        super().__init__(FromMaps(model), places)
+        super().__init__(FromMaps(model), places, [1.0] * len(places))
 
     def resized(self, x: Tensor) -> list[Tensor]:
         return list(x.split(self.sizes, 2))
