@@ -1,7 +1,7 @@
 """Several views of one image, such as two sizes of it, pooled as one set."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -243,7 +243,7 @@ class Views(nn.Module):
 class ViewsTransform:
     """From a photo to a list of its views, tensors (C, H, W), by a transform for each; made by `Views.transform`."""
 
-    def __init__(self, transforms: Sequence[Callable[[Image.Image], Any]]):
+    def __init__(self, transforms: Sequence[Any]):
         self.transforms = transforms
 
     def __call__(self, photo: Image.Image) -> list[Tensor]:
