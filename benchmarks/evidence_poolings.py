@@ -16,6 +16,7 @@ from rotp_vision.layers.parameters import log_norm
 from rotp_vision.surgery.views import Views
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
+ALONE = 'ROTP, no softmax or max'  # chosen among average and ROT pools that are neither
 CHUNK = 50  # images pooled at a time
 
 Pool = Callable[[Tensor], Tensor]
@@ -116,7 +117,7 @@ class ViewsOfMaps(Views):
     """Several views of which the maps are kept: its images are the places (B, C, N, 1) of all views."""
 
     def __init__(self, model: nn.Module, places: list[int]):
-        super().__init__(FromMaps(model), places)
+        super().__init__(FromMaps(model), places, [1.0] * len(places))
 
     def resized(self, x: Tensor) -> list[Tensor]:
         return list(x.split(self.sizes, 2))
@@ -130,7 +131,8 @@ def calibrated(model: nn.Module, maps: Maps, index: Tensor) -> tuple[nn.Module, 
     return network.eval(), rotp_vision.calibrate(network, batches)
 
 
-def judge_ours(network: nn.Module, maps: Maps, index: Tensor, setting: str) -> Outcome:
+def judge_ours(network: nn.Module, maps: Maps, index: Tensor, report: Calibration) -> Outcome:
+    setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
     with torch.inference_mode():
         logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in index.split(CHUNK)])
     return outcome(logits, maps.labels[index], setting)

@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.evidence_poolings import AVERAGE, GEM, OURS, Outcome
+from benchmarks.evidence_poolings import ALONE, AVERAGE, GEM, OURS, Outcome
 from benchmarks.paper import Results
 from benchmarks.tables import pivot
 from rotp_vision.probing.ridge import class_weights
@@ -76,6 +76,24 @@ def by_area(network: str, outcomes: dict[str, Outcome], areas: Tensor) -> list[S
     return settings
 
 
+def two_scales(network: str, both: dict[str, Outcome], large: dict[str, Outcome]) -> list[dict[str, Any]]:
+    """Rows of the small view alone, the large view alone and both as one set; differences ± standard errors."""
+    small = both[AVERAGE]
+    judged = {('224 px alone', AVERAGE): small}
+    judged |= {('384 px alone', name): outcome for name, outcome in large.items()}
+    judged |= {('both', name): both[name] for name in both if name not in (AVERAGE, ALONE)}
+    rows = []
+    for (seen, name), outcome in judged.items():
+        difference = 100 * (outcome.right - small.right)
+        error = float(difference.std()) / len(difference) ** 0.5
+        rows.append(
+            {'network': network, 'views': seen, 'pooling': name, 'top-1 %': f'{100 * float(outcome.right.mean()):.1f}'}
+            | {'− 224 px alone': '' if outcome is small else f'{float(difference.mean()):+.1f} ± {error:.1f}'}
+            | {'cross-entropy': f'{float(outcome.loss.mean()):.3f}', 'setting': outcome.setting}
+        )
+    return rows
+
+
 def of_classes(network: str, dataset: str, found: dict[str, Any], labels: int) -> Setting:
     """Balanced accuracy of new classes, the mean over the splits, by group."""
     runs = [run for run in found['runs'] if run['labels'] == labels]
@@ -90,7 +108,12 @@ def of_classes(network: str, dataset: str, found: dict[str, Any], labels: int) -
     return Setting(network, 'new classes', f'{dataset}, {labels} labels', shares, {}, said)
 
 
-def write(results: Results, settings: Sequence[Setting], boxes: Sequence[dict[str, Any]]):
+def write(
+    results: Results,
+    settings: Sequence[Setting],
+    boxes: Sequence[dict[str, Any]],
+    scales: Sequence[dict[str, Any]],
+):
     """Tables and the figure."""
     if not settings:
         return
@@ -113,7 +136,10 @@ def write(results: Results, settings: Sequence[Setting], boxes: Sequence[dict[st
         tables['losses'] = pivot(losses, ['network', 'task'], 'pooling', 'shown')
     tables['differences'] = [
         {'network': s.network, 'task': s.task, 'ours %': f'{s.scores[OURS]:.1f}'}
-        | {f'− {name}': _interval(*s.difference(OURS, name)) for name in (AVERAGE, GEM, 'max', 'softmax')}
+        | {
+            f'− {name}': _interval(*s.difference(OURS, name))
+            for name in (AVERAGE, GEM, 'GeM with q0', 'max', 'softmax')
+        }
         | {'chosen': s.said[OURS]}
         for s in settings
     ]
@@ -122,6 +148,8 @@ def write(results: Results, settings: Sequence[Setting], boxes: Sequence[dict[st
     results.tables['verdict'] = '\n'.join(f'- {line}' for line in verdict(settings)) + '\n'
     if boxes:
         results.table('boxes', boxes)
+    if scales:
+        results.table('two_scales', scales)
     results.figure('regret', draw(settings, names))
 
 
@@ -146,6 +174,10 @@ def verdict(settings: Sequence[Setting]) -> list[str]:
             f'Over the {len(used)} settings with shifted images or new classes ours gains {gains.mean():+.2f} points '
             f'on average pooling (from {gains.min():+.1f} to {gains.max():+.1f})'
             + (f'; below it: {"; ".join(below)}.' if below else '; it is nowhere below it.')
+        )
+        others = {name: _mean([s.scores[name] - s.scores[AVERAGE] for s in used]) for name in ranks if name != OURS}
+        lines.append(
+            'The others gain ' + ', '.join(f'{name} {others[name]:+.2f}' for name in others if name != AVERAGE) + '.'
         )
     return lines
 

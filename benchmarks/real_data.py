@@ -130,18 +130,21 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
         network: whose images and transform.
         data: the data directory.
         limit: use only so many images.
-        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; one of `SMALL` for
-            `SmallObjects`; or the name of an image file, whose labels are those of its column 'label'.
+        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; '384 whole' for the
+            whole shorter side at that size; one of `SMALL` for `SmallObjects`; or the name of an image file, whose
+            labels are those of its column 'label'.
     """
     if task in SMALL:
         part, background = task.split('-')
         return SmallObjects(network, data, limit or 1500, PARTS[part], BLUR[background])
     if task == 'plain':
         return images_of(network, data, limit)
-    if not task.isdigit():
+    number, _, whole = task.partition(' ')
+    if not number.isdigit():
         return images_of(network._replace(images=task, label='label'), data, limit)
-    side = int(task)
-    return images_of(network._replace(resize=round(side * network.resize / network.size), size=side), data, limit)
+    side = int(number)
+    resize = side if whole else round(side * network.resize / network.size)
+    return images_of(network._replace(resize=resize, size=side), data, limit)
 
 
 def maps_of(

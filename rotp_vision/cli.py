@@ -32,7 +32,7 @@ from rotp_vision.hub import (
 )
 from rotp_vision.layers import pool_options
 from rotp_vision.probing import probe
-from rotp_vision.surgery import convert, describe, find_pools, revert, rot_pools
+from rotp_vision.surgery import Views, convert, describe, find_pools, revert, rot_pools
 from rotp_vision.tables import text_table
 from rotp_vision.training.script import train
 
@@ -311,6 +311,8 @@ def _revert(args: argparse.Namespace):
 
 def _transform(model: nn.Module, image_size: int | None = None) -> Any:
     """The evaluation transform of the model, at another image size if one is given."""
+    if isinstance(model, Views):
+        return model.transform()
     return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
 
 

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
@@ -23,7 +24,7 @@ from rotp_vision.calibration import judge_pooled
 from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.layers import ROTPool, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery import Views, rot_pools
 from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, sets_of
 
 # Folders of images with these names are parts of a dataset, not classes.
@@ -159,7 +160,8 @@ def compare(
     Args:
         original: the native network.
         converted: the network with ROT pools; it must have the same classes.
-        loader: batches of images and labels.
+        loader: batches of images and labels. Instead of images, a list of views where the converted network takes one
+            (see `views`); a network without views sees the first of them.
         labelled: whether the labels are class indices; losses and accuracies are computed only then.
         device: where the networks run; they are moved there.
         total: number of batches, if known, for the progress bar.
@@ -167,7 +169,7 @@ def compare(
     networks = [original.to(device).eval(), converted.to(device).eval()]
     batches = iter(loader)
     first = next(batches)
-    head = _head(converted, first[0].to(device))
+    head = _head(converted, _moved(first[0], device))
     gain = None if head is None or not head.affine else _scalar_gain(head.pool)
     sums = torch.zeros(2, 3, dtype=torch.float64)  # networks × (loss, top-1, top-5)
     count, agreed, largest, beyond = 0, 0, 0.0, 0.0
@@ -179,10 +181,10 @@ def compare(
         hook = pool.register_forward_pre_hook(lambda _, args: means.append(sets_of(pool, args[0]).mean(2)))
     with torch.inference_mode(), counted_places(converted) as places:
         for images, labels in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
-            logits = [network(images.to(device)).float().cpu() for network in networks]
+            logits = [network(_seen(network, _moved(images, device))).float().cpu() for network in networks]
             if logits[0].shape != logits[1].shape:
                 raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
-            count += len(images)
+            count += len(labels)
             targets.append(labels)
             agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
             largest = max(largest, float((logits[0] - logits[1]).abs().max()))
@@ -205,11 +207,22 @@ def compare(
     return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, sentence)
 
 
-def _head(model: nn.Module, images: Tensor) -> Head | None:
+def _moved(images: Any, device: torch.device | str) -> Any:
+    """Images, or a list of views of them, on a device."""
+    return tree_map(lambda view: view.to(device), images)
+
+
+def _seen(network: nn.Module, images: Any) -> Any:
+    """What a network sees of images: of a list of views one without views sees the first."""
+    return images if isinstance(images, Tensor) or isinstance(network, Views) else images[0]
+
+
+def _head(model: nn.Module, images: Any) -> Head | None:
     """The head after the global ROT pool of a model; None without one, or if the logits depend on more than it."""
     try:
         _, pool = find_global_pool(model)
-        return Head(model, pool, collect(model, pool, [(images, torch.zeros(len(images), dtype=torch.long))], CHUNK))
+        labels = torch.zeros(len(tree_leaves(images)[0]), dtype=torch.long)
+        return Head(model, pool, collect(model, pool, [(images, labels)], CHUNK))
     except ValueError:
         return None
 

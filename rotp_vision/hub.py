@@ -245,7 +245,7 @@ def save_pretrained(
     if isinstance(model, Views):
         if architecture != CONVERTED:
             architecture, arguments = CONVERTED, {'base': name, 'base_args': arguments, 'pools': {}}
-        arguments['sizes'] = list(model.sizes)
+        arguments |= {'sizes': list(model.sizes), 'crop_pct': list(model.crop_pct)}
     num_classes = num_classes_of(model)
     config = {'architecture': architecture, 'num_classes': num_classes, 'model_args': arguments}
     try:
@@ -578,6 +578,7 @@ def build_converted(
     pools: Mapping[str, Mapping[str, Any]] | None = None,
     folded: Sequence[str] = (),
     sizes: Sequence[int] | None = None,
+    crop_pct: Sequence[float] | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """The network of `rotp_converted`, which is registered in timm: any network with converted pools.
@@ -588,7 +589,7 @@ def build_converted(
         base_args: arguments of the native network.
         pools: options of each converted pool by its path; None for the default global pooling.
         folded: paths of the pools whose gain was folded.
-        sizes: of the views; None for a network without.
+        sizes, crop_pct: of the views; None for a network without.
         pretrained_cfg, pretrained_cfg_overlay, cache_dir, kwargs: as `timm.create_model` gives them.
     """
     refuse_foreign(base, base_args or {})
@@ -626,7 +627,7 @@ def build_converted(
         else:
             _put_pools(model, pools, folded)
         if sizes:
-            model = views(model, sizes)
+            model = views(model, sizes, crop_pct)
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)

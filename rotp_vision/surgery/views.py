@@ -1,9 +1,13 @@
 """Several views of one image, such as two sizes of it, pooled as one set."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from PIL import Image
+from timm.data.config import resolve_data_config
+from timm.data.transforms_factory import create_transform
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -16,28 +20,32 @@ from rotp_vision.surgery.head import find_any_global_pool
 from rotp_vision.surgery.trace import undisturbed
 
 
-def views(model: nn.Module, sizes: Sequence[int] = (224, 384)) -> 'Views':
+def views(model: nn.Module, sizes: Sequence[int] = (224, 384), crop_pct: Sequence[float] | None = None) -> 'Views':
     """A converted network that sees an image at several sizes and pools the maps of all as one set.
 
-    The new network takes images of the largest size, which it downscales to the others, so that loaders, timm's
-    transforms, `calibrate`, `compare` and exports see a network like any other. Photos should be at least as large: one
-    that is upscaled to the largest size and then down to the smallest is blurred. In place of images it also takes a
-    list of views of your own, one batch for each size: crops, or sizes that were each made from the photo. It costs
-    what the network costs at each of the sizes. `calibrate` it: the features of another size have another scale, and
-    only a plan that is sharper than the mean makes use of the larger size.
+    `model.transform()` of the new network makes the views of a photo, each from the photo itself: a list, of which a
+    loader makes a list of batches. The network, `calibrate` and `compare` take these. It also takes one batch of images
+    as timm's transform for its data config makes them, from which it cuts and downscales the views, so that exports see
+    a network like any other. It costs what the network costs at each of the sizes. `calibrate` it: the features of
+    another size have another scale, and only a plan that is sharper than the mean makes use of the larger size.
 
     Args:
         model: a network with a global ROT pool (see `convert`) and timm's `forward_features` and `forward_head`. It
             is not copied.
         sizes: shorter sides of the images, the size at which the network was used so far first.
+        crop_pct: share of the photo's shorter side that each view shows, as timm's. By default the first shows what the
+            network has been shown (the `crop_pct` of its data config) and the others show all.
 
     Raises:
         ValueError: if the network does not take images of these sizes, or does more with a map than pool it.
 
     Example:
-        >>> import timm, torch, rotp_vision
+        >>> import PIL.Image, timm, torch, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> rotp_vision.views(model, sizes=(64, 96))(torch.rand(2, 3, 96, 96)).shape
+        >>> model = rotp_vision.views(model, sizes=(64, 96))
+        >>> [view.shape for view in model.transform()(PIL.Image.new('RGB', (200, 150)))]
+        [torch.Size([3, 64, 64]), torch.Size([3, 96, 96])]
+        >>> model(torch.rand(2, 3, 96, 96)).shape
         torch.Size([2, 3])
     """
     refuse_wrapped(model)
@@ -52,9 +60,17 @@ def views(model: nn.Module, sizes: Sequence[int] = (224, 384)) -> 'Views':
             f'the model must have {" and ".join(missing)}, as those of timm have, got {type(model).__name__}: its '
             'forward is to be forward_head(forward_features(x))'
         )
-    made = Views(model, [positive_integer('sizes', size) for size in sizes])
+    made = Views(model, [positive_integer('sizes', size) for size in sizes], _checked_crops(model, sizes, crop_pct))
     _check(made, pool)
     return made
+
+
+def _checked_crops(model: nn.Module, sizes: Sequence[int], crop_pct: Sequence[float] | None) -> list[float]:
+    if crop_pct is None:
+        return [resolve_data_config({}, model=model)['crop_pct'], *[1.0] * (len(sizes) - 1)]
+    if isinstance(crop_pct, (str, float, int)) or len(crop_pct) != len(sizes) or not all(0 < c <= 1 for c in crop_pct):
+        raise ValueError(f'crop_pct must be a share in (0, 1] for each of the sizes {tuple(sizes)}, got {crop_pct!r}')
+    return list(crop_pct)
 
 
 def _check(made: 'Views', pool: nn.Module) -> None:
@@ -98,19 +114,24 @@ class Views(nn.Module):
     Attributes:
         model: the converted network.
         sizes: shorter sides of the views.
+        crop_pct: share of the photo's shorter side that each view shows.
+        side: shorter side of one image from which all views can be cut without upscaling.
         gain: of each view.
     """
 
-    def __init__(self, model: nn.Module, sizes: Sequence[int]):
+    def __init__(self, model: nn.Module, sizes: Sequence[int], crop_pct: Sequence[float]):
         super().__init__()
         self.model = model
-        self.sizes = tuple(sizes)
+        self.sizes, self.crop_pct = tuple(sizes), tuple(crop_pct)
+        widest = max(crop_pct)
+        # Shares are rounded: 384 / 0.96 · 0.96 is not to become 385.
+        self.side = max(math.ceil(size * widest / crop - 1e-6) for size, crop in zip(sizes, crop_pct, strict=True))
         pool = find_any_global_pool(model)[1]
         self.channels_last = isinstance(pool, MapPool) and pool.input_fmt == 'NHWC'
         self.gain = PositiveWeight(1.0, (len(sizes),))
         parameter = next(model.parameters())
         self.gain.to(parameter.device, parameter.dtype)
-        self.pretrained_cfg = self.default_cfg = _config(model, max(sizes))
+        self.pretrained_cfg = self.default_cfg = _config(model, self.side, widest)
         self.train(model.training)
 
     @property
@@ -146,10 +167,20 @@ class Views(nn.Module):
         """Multiply the gains of the views."""
         self.gain.set(self.gain().detach() * torch.tensor(factors, device=self.gain.start.device))
 
-    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
-        """Logits of images (B, C, H, W) whose shorter side is the largest of `sizes`.
+    def transform(self) -> 'ViewsTransform':
+        """From a photo to its views, each made from the photo, as timm's transforms for evaluation make them."""
+        config = resolve_data_config({}, model=self)
+        return ViewsTransform(
+            [
+                create_transform(**config | {'input_size': (*config['input_size'][:1], size, size), 'crop_pct': crop})
+                for size, crop in zip(self.sizes, self.crop_pct, strict=True)
+            ]
+        )
 
-        Or of views of your own, such as crops: a list of such batches, one for each of `sizes`, in any size.
+    def forward(self, x: Tensor | Sequence[Tensor]) -> Tensor:
+        """Logits of views, a list of batches (B, C, H, W), one for each of `sizes`, such as those of `transform`.
+
+        They may be of any size, crops of your own for example. Or of one batch of images whose shorter side is `side`.
         """
         return self.forward_head(self.forward_features(x))
 
@@ -166,21 +197,29 @@ class Views(nn.Module):
         return x
 
     def resized(self, x: Tensor) -> list[Tensor]:
-        """The views of images: the images at each size, downscaled with antialiasing."""
-        largest, (height, width) = max(self.sizes), x.shape[-2:]
-        if min(height, width) != largest:
+        """The views of images that show as much as the widest view: cut out, and downscaled with antialiasing."""
+        side, (height, width) = self.side, x.shape[-2:]
+        if min(height, width) != side:
             raise ValueError(
-                f'images must come at the largest of the sizes {self.sizes}, a shorter side of {largest}, as '
-                f'timm.data.resolve_model_data_config(model) says, got {height} × {width}'
+                f'images for the views {self.sizes} must have a shorter side of {side}, as '
+                f'timm.data.resolve_model_data_config(model) says, or be a list of views, got {height} × {width}'
             )
         # Half precision is widened, as not every device downscales it.
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
 
-        def at(size: int) -> Tensor:
-            shape = (height * size // largest, width * size // largest)
-            return F.interpolate(wide, shape, mode='bilinear', antialias=True).to(x.dtype)
+        def view(size: int, crop: float) -> Tensor:
+            cut = round(side * crop / max(self.crop_pct))
+            inner = height * cut // side, width * cut // side
+            top, left = (height - inner[0]) // 2, (width - inner[1]) // 2
+            shown = wide[..., top : top + inner[0], left : left + inner[1]]
+            shape = inner[0] * size // cut, inner[1] * size // cut
+            return (
+                F.interpolate(shown, shape, mode='bilinear', antialias=True).to(x.dtype)
+                if size != cut
+                else shown.to(x.dtype)
+            )
 
-        return [x if size == largest else at(size) for size in self.sizes]
+        return [view(*one) for one in zip(self.sizes, self.crop_pct, strict=True)]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
         return self.model.forward_head(features, pre_logits=pre_logits)  # pyright: ignore[reportCallIssue]
@@ -201,12 +240,27 @@ class Views(nn.Module):
         return torch.cat([x.flatten(2) for x in scaled], 2).unsqueeze(3)
 
 
-def _config(model: nn.Module, size: int) -> dict[str, Any]:
-    """The configuration of a timm model, for images of another size, so that timm's transforms make these."""
+class ViewsTransform:
+    """From a photo to a list of its views, tensors (C, H, W), by a transform for each; made by `Views.transform`."""
+
+    def __init__(self, transforms: Sequence[Any]):
+        self.transforms = transforms
+
+    def __call__(self, photo: Image.Image) -> list[Tensor]:
+        return [transform(photo) for transform in self.transforms]
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({list(self.transforms)})'
+
+
+def _config(model: nn.Module, side: int, crop_pct: float) -> dict[str, Any]:
+    """The configuration of a timm model, for other images, so that timm's transforms make these."""
     config = dict(getattr(model, 'pretrained_cfg', None) or {})
     channels = config.get('input_size', (3,))[0]
     named = {key: _inside_model(config[key]) for key in ('classifier', 'first_conv') if config.get(key)}
-    return config | named | {'input_size': (channels, size, size)}
+    for key in ('test_input_size', 'test_crop_pct'):
+        config.pop(key, None)
+    return config | named | {'input_size': (channels, side, side), 'crop_pct': crop_pct}
 
 
 def _inside_model(names: str | Sequence[str]) -> str | tuple[str, ...]:

@@ -10,7 +10,18 @@ from PIL import Image as Pillow
 from torch import nn
 
 from benchmarks import evidence, evidence_boxes, evidence_classes, real_data, small_objects
-from benchmarks.evidence_poolings import AVERAGE, AVERAGE_GAIN, GEM, OURS, PEERS, Maps, gem, judge_peers, mean_max
+from benchmarks.evidence_poolings import (
+    ALONE,
+    AVERAGE,
+    AVERAGE_GAIN,
+    GEM,
+    OURS,
+    PEERS,
+    Maps,
+    gem,
+    judge_peers,
+    mean_max,
+)
 from benchmarks.evidence_report import Setting, of_classes, verdict
 from benchmarks.paper import Results
 from benchmarks.real_data import NETWORKS, maps_of
@@ -216,10 +227,18 @@ def test_command(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, 'set_flush_denormal', lambda _: None)  # other tests count on them
     monkeypatch.setattr(evidence_classes, 'LABELS', (5,))
     monkeypatch.setattr(evidence_classes, 'TRAINED_LABELS', 5)
-    monkeypatch.setattr(evidence_classes, 'SPLITS', 1)
+    monkeypatch.setattr(evidence_classes, 'SPLITS', (0,))
     monkeypatch.setattr(evidence_classes, 'STEPS', 2)
     page = tmp_path / 'EVIDENCE.md'
-    tables = ('verdict', 'tasks_regret', 'tasks_scores_resnet', 'tasks_differences', 'tasks_losses', 'boxes')
+    tables = (
+        'verdict',
+        'tasks_regret',
+        'tasks_scores_resnet',
+        'tasks_differences',
+        'tasks_losses',
+        'boxes',
+        'two_scales',
+    )
     page.write_text(''.join(f'<!-- table: {name} -->\n<!-- end -->\n' for name in tables))
     command = ['--data', str(data), '--cache', str(tmp_path / 'maps'), '--output', str(tmp_path / 'out')]
     command += ['--page', str(page), '--threads', '1', '--fit', '20', '--networks', 'resnet50_v1_in1k']
@@ -227,7 +246,7 @@ def test_command(data, tmp_path, monkeypatch, capsys):
     evidence.main(command)
     assert 'images, each judged by a fit' in capsys.readouterr().out
     first = page.read_text('utf-8')
-    assert all(f'| {name} |' in first for name in (*PEERS, OURS, *evidence_classes.TRAINED, '224 + 384 px'))
+    assert all(f'| {name} |' in first for name in (*PEERS, OURS, ALONE, *evidence_classes.TRAINED, '224 + 384 px'))
     assert 'foda15, 5 labels' in first
     assert '| box under 15 % |' in first
     assert '| box under 15 % (' in first

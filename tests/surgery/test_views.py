@@ -1,17 +1,22 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torchvision
-from timm.data import resolve_model_data_config
+from PIL import Image
+from timm.data import create_transform, resolve_model_data_config
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import rotp_vision
 from rotp_vision import calibrate, convert, freeze, load_pretrained, revert, save_pretrained, views
-from rotp_vision.evaluation import compare
+from rotp_vision.cli import main
+from rotp_vision.evaluation import ImageFiles, compare
+from rotp_vision.surgery import Views
 from rotp_vision.visualize import pool_maps
 
 x = torch.linspace(-2, 2, 2 * 3 * 96 * 96).sin().view(2, 3, 96, 96)
@@ -39,7 +44,7 @@ def converted(name: str = 'resnet', **kwargs):
 def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
     """The input of the pool is that of each size, one after the other, times the gain of its view."""
     model = converted(name)
-    made = views(model, (64, 96))
+    made = views(model, (64, 96), crop_pct=(1, 1))
     made.gain.set([1.5, 0.5])
     (pool,) = rotp_vision.rot_pools(model).values()
     seen = []
@@ -73,16 +78,89 @@ def test_views_of_your_own():
         made([*crops, x])
 
 
+def test_views_are_cut_out_of_one_image():
+    """Each shows its share of the image about the centre; what need not be downscaled is not touched."""
+    made = views(converted(), (48, 96), crop_pct=(0.5, 1.0))
+    small, large = made.resized(x)
+    assert torch.equal(small, x[..., 24:72, 24:72])
+    assert torch.equal(large, x)
+    narrow = views(converted(), (32, 96), crop_pct=(0.5, 1.0)).resized(x)[0]
+    assert torch.equal(narrow, F.interpolate(small, (32, 32), mode='bilinear', antialias=True))
+
+
+def test_no_view_is_upscaled():
+    """Where a smaller view shows more than the largest one, the image is larger than that."""
+    made = views(converted(), (96, 64), crop_pct=(0.75, 1.0))
+    config = resolve_model_data_config(made)
+    assert (config['input_size'], config['crop_pct']) == ((3, 128, 128), 1.0)
+    image = torch.rand(1, 3, 128, 128)
+    assert torch.equal(made.resized(image)[0], image[..., 16:112, 16:112])
+    assert made.resized(image)[1].shape[2:] == (64, 64)
+    assert views(converted(), (96, 64), crop_pct=(0.96 * 0.75, 0.96)).side == 128
+
+
 def test_rectangles_keep_their_proportions():
     made = views(converted(), (64, 96))
     assert [tuple(view.shape[2:]) for view in made.resized(x.repeat(1, 1, 1, 2))] == [(64, 128), (96, 192)]
 
 
 def test_images_come_at_the_largest_size():
-    made = views(converted(), (64, 96))
-    assert resolve_model_data_config(made)['input_size'] == (3, 96, 96)
-    with pytest.raises(ValueError, match=r'a shorter side of 96, .* got 64 × 64'):
+    model = converted()
+    own = resolve_model_data_config(model)['crop_pct']
+    made = views(model, (64, 96))
+    assert made.crop_pct == (own, 1.0)
+    config = resolve_model_data_config(made)
+    assert (config['input_size'], config['crop_pct']) == ((3, 96, 96), 1.0)
+    with pytest.raises(ValueError, match=r'a shorter side of 96, .* or be a list of views, got 64 × 64'):
         made(x[..., :64, :64])
+
+
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    """Eight photos of five classes in folders, each larger than the views."""
+    root = tmp_path_factory.mktemp('photos')
+    random = np.random.default_rng(0)
+    for i in range(10):
+        folder = root / str(i % 5)
+        folder.mkdir(exist_ok=True)
+        Image.fromarray(random.integers(0, 255, (150, 200, 3), dtype=np.uint8)).save(folder / f'{i}.png')
+    return root
+
+
+def test_the_transform_makes_each_view_from_the_photo(photos):
+    """As timm's own for that size and crop; a loader makes lists of batches, which everything takes."""
+    model = converted()
+    made = views(copy.deepcopy(model), (64, 96), crop_pct=(0.8, 1.0))
+    images = ImageFiles(photos, made.transform())
+    config = resolve_model_data_config(model)
+    alone = [
+        ImageFiles(photos, create_transform(**config | {'input_size': (3, size, size), 'crop_pct': crop}))
+        for size, crop in ((64, 0.8), (96, 1.0))
+    ]
+    for view, one in zip(images[3][0], alone, strict=True):
+        assert torch.equal(view, one[3][0])
+    loader = DataLoader(images, batch_size=5, num_workers=1)
+    batch, _ = next(iter(loader))
+    assert [tuple(view.shape) for view in batch] == [(5, 3, 64, 64), (5, 3, 96, 96)]
+    assert calibrate(made, loader).num_images == 10
+    result = compare(model, made, loader, labelled=True)  # a network without views sees the first
+    with torch.no_grad():
+        logits = torch.cat([model(small) for small, _ in DataLoader(alone[0], batch_size=5)])
+    loss = F.cross_entropy(logits, torch.tensor([label for _, label in alone[0]]))
+    assert result.original.loss == pytest.approx(float(loss), rel=1e-5)
+    assert result.average_gain is not None
+
+
+def test_verify_takes_the_views_of_photos(photos, tmp_path, capsys, monkeypatch):
+    made = views(converted(), (64, 96))
+    save_pretrained(made, tmp_path / 'two')
+    sizes = []
+    monkeypatch.setattr(Views, 'resized', lambda *_: pytest.fail('one image instead of views'))
+    forward = Views.forward
+    monkeypatch.setattr(Views, 'forward', lambda self, x: sizes.append([v.shape[-1] for v in x]) or forward(self, x))
+    main(['verify', '--model', str(tmp_path / 'two'), '--images', str(photos), '--workers', '0'])
+    assert 'top-1' in capsys.readouterr().out
+    assert [64, 96] in sizes
 
 
 def test_what_cannot_have_views():
@@ -100,6 +178,9 @@ def test_what_cannot_have_views():
             views(converted(), sizes)
     with pytest.raises(ValueError, match='sizes must be a positive integer, got -64'):
         views(converted(), (64, -64))
+    for crop_pct in ((1.0,), 1.0, (0.875, 1.5), (0.0, 1.0), 'all'):
+        with pytest.raises(ValueError, match=r'crop_pct must be a share in \(0, 1\] for each of the sizes \(64, 96\)'):
+            views(converted(), (64, 96), crop_pct)
     with pytest.raises(ValueError, match='before it is wrapped or compiled'):
         views(nn.DataParallel(converted()), (64, 96))
 
@@ -149,7 +230,7 @@ class Peaks(nn.Module):
 
 def test_calibrate():
     """It beats the first size alone, and says what it will do on other images."""
-    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16))
+    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
     report = calibrate(made, [two_sizes(256, 0)])
     assert report.chosen is not None
     assert report.chosen.top1 > report.average.top1 + 0.1
@@ -167,7 +248,7 @@ def test_calibrate():
 
 
 def test_calibrate_reads_views_of_your_own():
-    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16))
+    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
     images, targets = two_sizes(64, 0)
     report = calibrate(copy.deepcopy(made), [(images, targets)])
     same = calibrate(made, [(made.resized(images), targets)])
@@ -197,12 +278,13 @@ def test_training_learns_the_gains():
 
 @pytest.mark.parametrize('name', ['resnet', 'vit', 'native'])
 def test_saved_and_loaded(tmp_path, name):
-    made = views(converted(name), (64, 96)).eval()
+    made = views(converted(name), (64, 96), crop_pct=(0.75, 0.9)).eval()
     made.gain.set([1.5, 0.5])
     more = NETWORKS[name][1]
     once = load_pretrained(save_pretrained(made, tmp_path / 'one', model_args=more))
     assert torch.equal(once(x), made(x))
-    assert once.sizes == (64, 96)
+    assert (once.sizes, once.crop_pct, once.side) == ((64, 96), (0.75, 0.9), 96)
+    assert str(once.transform()) == str(made.transform())
     assert tuple(resolve_model_data_config(once)['input_size']) == (3, 96, 96)
     again = load_pretrained(save_pretrained(once, tmp_path / 'two', model_args=more))
     assert torch.equal(again(x), made(x))
@@ -223,6 +305,10 @@ def test_compiled_and_exported():
     batch = torch.export.Dim('batch', min=1, max=64)
     program = torch.export.export(made, (x,), dynamic_shapes=({0: batch},))
     assert torch.allclose(program.module()(x[:1]), expected[:1], atol=1e-5)
+    given = made.resized(x)
+    program = torch.export.export(made, (given,), dynamic_shapes=([{0: batch}, {0: batch}],))
+    assert torch.allclose(program.module()([view[:1] for view in given]), expected[:1], atol=1e-5)
+    assert torch.allclose(compiled(given), expected, atol=1e-5)
 
 
 def test_maps_are_not_drawn():
