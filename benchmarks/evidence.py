@@ -40,7 +40,7 @@ TASKS = (PLAIN, *OTHER_SIZES, *SMALL, TWO_SCALES)
 CHEAP = ('EfficientNet-Lite0',)  # networks whose two scales take all images
 FIT = 500  # images that a pooling is fitted on
 SHIFTED = 1200  # images of a task with shifted images; those that do not fit judge
-SEED = 21  # 20 in the first run
+SEED = 22  # 20 and 21 in earlier runs
 
 
 def split(num_images: int, fit: int = FIT) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rotp_vision.core import rot_pool, rot_problem, view_of
 from rotp_vision.layers import PoolOptions
-from rotp_vision.layers.options import MEAN_START, View
+from rotp_vision.layers.options import MEAN_START, PENALTY, View
 from rotp_vision.layers.parameters import ModuleWeights, log_norm
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 from rotp_vision.surgery.views import Views
@@ -27,7 +27,6 @@ TriedPrior = Literal['uniform', 'norm']
 # The coarse grid: temperatures in multiples of the spread of what the plan sees, and powers of the norm prior.
 _TEMPERATURES = (16.0, 5.0, 1.6, 0.5)
 _POWERS = (0.0, 2.0, 6.0)
-_PENALTY = 3.0  # α3 over the temperature
 _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 # Steps of the local search, then half as large: of the logarithms of temperature, penalty and a view's gain, and of the
 # power.
@@ -45,7 +44,7 @@ class Setting(NamedTuple):
     view: View
     temperature: float
     power: float = 0.0  # β of the norm prior
-    penalty: float = _PENALTY  # α3 over the temperature, where the solver reads it
+    penalty: float = PENALTY  # α3 over the temperature, where the solver reads it
     view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views; the first is zero
 
 

@@ -24,7 +24,7 @@ OVERRIDE = 'ROTP_BACKEND'
 class Solver(NamedTuple):
     """Which algorithm solves the problems; how many modules it has is the length of the weights."""
 
-    name: str = 'badmm-e'  # one of SOLVERS
+    name: str = 'sinkhorn'  # one of SOLVERS
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term

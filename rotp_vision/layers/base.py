@@ -22,7 +22,7 @@ class ROTPool(OneNode):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import ROTPool
-        >>> ROTPool('sinkhorn').pool_sets(torch.rand(2, 8, 49)).shape
+        >>> ROTPool().pool_sets(torch.rand(2, 8, 49)).shape
         torch.Size([2, 8])
     """
 

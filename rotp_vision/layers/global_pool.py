@@ -90,7 +90,7 @@ class GlobalROTPool2d(MapPool):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import GlobalROTPool2d
-        >>> pool = GlobalROTPool2d('sinkhorn')
+        >>> pool = GlobalROTPool2d()
         >>> maps = torch.rand(2, 8, 7, 7)
         >>> pool(maps).shape
         torch.Size([2, 8])

@@ -45,7 +45,7 @@ class LocalROTPool2d(ROTPool):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import LocalROTPool2d
-        >>> pool = LocalROTPool2d('sinkhorn', kernel_size=3, stride=2, padding=1)
+        >>> pool = LocalROTPool2d(kernel_size=3, stride=2, padding=1)
         >>> pool(torch.rand(2, 8, 14, 14)).shape
         torch.Size([2, 8, 7, 7])
     """

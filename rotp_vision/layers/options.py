@@ -19,6 +19,8 @@ PAPER_START = 0.6931471805599453
 # Temperatures at which pooling is close to average pooling: large against the spread of the view. A raw map of a
 # trained network reaches a few hundred, x / rms at most sqrt(N), and log x spans about ten.
 MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
+# α3 over the temperature: the plan's samples stay near their prior, whatever the temperature.
+PENALTY = 3.0
 # The temperature at which pooling is close to the maximum, for values whose spread is about one.
 MAX_START = 0.003
 FLOAT32 = torch.finfo(torch.float32)
@@ -62,13 +64,13 @@ class PoolOptions:
 
     Example:
         >>> from rotp_vision import PoolOptions
-        >>> PoolOptions('sinkhorn', prior='norm').to_dict()
-        {'solver': 'sinkhorn', 'prior': 'norm'}
+        >>> PoolOptions(prior='norm').to_dict()
+        {'prior': 'norm'}
         >>> PoolOptions.paper().to_dict()
-        {'start': 'paper', 'view': 'identity', 'gain': 'off'}
+        {'solver': 'badmm-e', 'start': 'paper', 'view': 'identity', 'gain': 'off'}
     """
 
-    solver: str = 'badmm-e'
+    solver: str = 'sinkhorn'
     num_modules: int | None = None
     num_inner: int = 4
     implicit: bool = False
@@ -202,13 +204,14 @@ class PoolOptions:
         if declared is not None:
             given = {name: getattr(self, name) for name in _WEIGHTS} | dict(self.weights or {})
             return {name: start if given.get(name) is None else given[name] for name, start in declared.items()}
+        mean = MEAN_START[self.view]
         smoothness, step, feature_penalty, sample_penalty = {
             'paper': (PAPER_START,) * 4,
             # Each module of Bregman ADMM moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
-            'mean': (MEAN_START[self.view], MEAN_START[self.view] * self.modules, 1.0, 1.0),
+            'mean': (mean, mean * self.modules, 1.0, mean * PENALTY),
             # The sample marginal has to be free: in Sinkhorn by its penalty, in Bregman ADMM by a smoothness that
             # leaves the other half of the plan flat.
-            'max': (MAX_START if self.solver == 'sinkhorn' else MEAN_START[self.view], MAX_START, 1.0, MAX_START / 100),
+            'max': (MAX_START if self.solver == 'sinkhorn' else mean, MAX_START, 1.0, MAX_START / 100),
         }[self.start]
         starts: dict[str, float] = {}
         if not (self.solver == 'badmm-e' and self.modules == 1):  # which is softmax pooling at temperature ρ

@@ -22,7 +22,7 @@ class ROTSetPool(ROTPool):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import ROTSetPool
-        >>> pool = ROTSetPool('sinkhorn')
+        >>> pool = ROTSetPool()
         >>> bags = torch.rand(2, 5, 8)
         >>> pool(bags, mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2])).shape
         torch.Size([2, 8])

@@ -1,4 +1,4 @@
-"""ResNets with ROT pooling, registered in timm: resnet{18,34,50,101,152}_rotp{,_s,_q,_local}."""
+"""ResNets with ROT pooling, registered in timm: resnet{18,34,50,101,152}_rotp{,_e,_q,_local}."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -27,7 +27,7 @@ class ROTPResNet(ResNet):
 
     Example:
         >>> import timm, rotp_vision
-        >>> model = timm.create_model('resnet18_rotp', rotp={'solver': 'sinkhorn', 'view': 'log'})
+        >>> model = timm.create_model('resnet18_rotp', rotp={'view': 'log'})
         >>> type(model).__name__, model.global_pool.options.view
         ('ROTPResNet', 'log')
     """
@@ -108,7 +108,7 @@ _LAYERS = {
 # Each starts next to what it replaces, for native weights to keep their meaning.
 _VARIANTS: dict[str, dict[str, PoolOptions]] = {
     'rotp': {'rotp': PoolOptions()},
-    'rotp_s': {'rotp': PoolOptions('sinkhorn')},
+    'rotp_e': {'rotp': PoolOptions('badmm-e')},
     'rotp_q': {'rotp': PoolOptions('badmm-q')},
     'rotp_local': {'rotp': PoolOptions(), 'rotp_stem': PoolOptions(start='max')},
 }

@@ -8,13 +8,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 from rotp_vision.layers import PoolOptions, ROTPool
+from rotp_vision.layers.options import PENALTY
 
 # Whatever a ROT pool can be: Sinkhorn with a temperature and a norm prior, and softmax and max pooling.
 OURS = 'ROTP'
 _TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
 _NORM_POWERS = (0.0, 1.0, 2.0)
 _GEM_POWERS = (2.0, 3.0, 5.0, 8.0)
-_PENALTY = 3.0  # α3 over the temperature
 _AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
 
 
@@ -64,9 +64,8 @@ def _rot(family: str, setting: str, options: PoolOptions, norm_power: float = 0.
 
 def _sinkhorn(temperature: float, norm_power: float) -> Pooling:
     options = PoolOptions(
-        'sinkhorn',
         smoothness=temperature,
-        sample_penalty=_PENALTY * temperature,
+        sample_penalty=PENALTY * temperature,
         prior='norm' if norm_power else 'uniform',
         gain='off',
     )

@@ -182,7 +182,7 @@ def describe(model: nn.Module) -> str:
     Example:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> 'GlobalROTPool2d(badmm-e, view=rms)' in rotp_vision.describe(model)
+        >>> 'GlobalROTPool2d(sinkhorn, view=rms)' in rotp_vision.describe(model)
         True
     """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
