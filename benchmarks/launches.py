@@ -186,23 +186,23 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], str]]:
         'GeM': (GeM, GLOBAL, 'torch'),
     }
     for backend in ('triton', 'torch'):
-        for name in ('badmm-e', 'sinkhorn', 'badmm-q'):
+        for name in ('sinkhorn', 'badmm-e', 'badmm-q'):
             rows[f'{name}, {backend}'] = (lambda name=name: GlobalROTPool2d(name), GLOBAL, backend)
     for name, options in (
-        ('badmm-e coupled', {'coupled': True}),
-        ('badmm-e with structure', {'structure': 0.1}),
+        ('badmm-e coupled', {'solver': 'badmm-e', 'coupled': True}),
+        ('badmm-e with structure', {'solver': 'badmm-e', 'structure': 0.1}),
     ):
         rows[f'{name}, torch'] = (lambda options=options: GlobalROTPool2d(options), GLOBAL, 'torch')
     rows['stem 3×3/2: max pooling'] = (lambda: nn.MaxPool2d(**WINDOWS), STEM, 'torch')
-    for name in ('badmm-e', 'sinkhorn'):
+    for name in ('sinkhorn', 'badmm-e'):
         rows[f'stem 3×3/2: {name}, triton'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, 'triton')
-    rows['5×5/2: badmm-e, triton on windows cut out'] = (
+    rows['5×5/2: sinkhorn, triton on windows cut out'] = (
         lambda: LocalROTPool2d(kernel_size=5, stride=2, padding=2), STEM, 'triton',
     )  # fmt: skip
-    rows['stem 3×3/2: badmm-e, triton on windows cut out'] = (
+    rows['stem 3×3/2: sinkhorn with a norm prior, triton on windows cut out'] = (
         lambda: LocalROTPool2d({'prior': 'norm'}, **WINDOWS), STEM, 'triton',
     )  # fmt: skip
-    for name in ('badmm-e', 'sinkhorn'):
+    for name in ('sinkhorn', 'badmm-e'):
         rows[f'stem 3×3/2: {name}, torch'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, 'torch')
     return rows
 

@@ -54,16 +54,16 @@ def gained(pool):
     return pool
 
 
-SHARP = {'smoothness': 0.3, 'step': 0.3}
+SHARP = {'smoothness': 0.3, 'sample_penalty': 0.3}
 NETS = {
     'sinkhorn': lambda: net(GlobalROTPool2d({'solver': 'sinkhorn', 'smoothness': 0.2})),
-    'badmm-e': lambda: net(GlobalROTPool2d(SHARP)),
+    'badmm-e': lambda: net(GlobalROTPool2d({'solver': 'badmm-e', 'smoothness': 0.3, 'step': 0.3})),
     'coupled badmm-q': lambda: net(GlobalROTPool2d({'solver': 'badmm-q', 'coupled': True})),
     'gain': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'scalar', 'view': 'rms'}))),
     'gain per channel': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'channel'}, CHANNELS))),
     'attention': lambda: net(GlobalROTPool2d(SHARP | {'prior': 'attention'}, CHANNELS)),
     'NHWC': lambda: net(GlobalROTPool2d(SHARP, input_fmt='NHWC'), layout='NHWC'),
-    'mixed': lambda: net(MixedROTPool2d(['sinkhorn', SHARP])),
+    'mixed': lambda: net(MixedROTPool2d(['badmm-e', SHARP])),
     'tokens': lambda: net(ROTSetPool(SHARP), layout='NLC'),
     '1 × 1 convolution': lambda: net(
         GlobalROTPool2d(SHARP, flatten=False), classifier=nn.Conv2d(CHANNELS, CLASSES, 1, bias=False)
@@ -259,7 +259,7 @@ def test_plans_over_training(tmp_path):
 
 
 def test_weights_over_epochs(tmp_path):
-    layer = GlobalROTPool2d({'num_modules': 2, 'gain': 'channel'}, CHANNELS)
+    layer = GlobalROTPool2d({'solver': 'badmm-e', 'num_modules': 2, 'gain': 'channel'}, CHANNELS)
     history = []
     for epoch in range(3):
         layer.set_weights(smoothness=torch.tensor([1.0, 2.0]) + epoch, gain=1.0 + epoch)

@@ -167,7 +167,7 @@ class PoolOptions:
                 )
             if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
                 raise ValueError(
-                    f'{name} must be one number, or {self.modules} numbers, one per module, when learn is not '
+                    f'{name} must be one number, or a list of {self.modules}, one per module, when learn is not '
                     f"'shared'; got {value!r} with learn={self.learn!r}"
                 )
 

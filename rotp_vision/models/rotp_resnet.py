@@ -135,12 +135,13 @@ default_cfgs = generate_default_cfgs(
 
 
 def _adapt(options: PoolOptions, given: Options) -> Options:
-    """What is given for a variant's options; a mapping and 'paper' keep the variant's solver unless they name one."""
+    """What is given for a variant's options; a mapping and 'paper' keep the solver that a variant is named after."""
     if given == 'paper':
         given = {'preset': 'paper'}
     if not isinstance(given, Mapping):
         return given
-    return {'solver': options.solver} | ({} if 'preset' in given else {'start': options.start}) | dict(given)
+    kept = {'solver': options.solver} if options.solver != PoolOptions.solver else {}
+    return kept | ({} if 'preset' in given else {'start': options.start}) | dict(given)
 
 
 def _register(native: str, variant: str):

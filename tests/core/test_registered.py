@@ -167,7 +167,7 @@ def test_options():
         ({'solver': 'steps', 'weights': {'smoothness': 1.0}}, 'got smoothness'),
         ({'solver': 'sinkhorn', 'weights': {'pull': 1.0}}, "'sinkhorn' has none there"),
         ({'solver': 'steps', 'weights': {'pull': -1.0}}, 'pull must be positive'),
-        ({'solver': 'steps', 'weights': {'pull': [1.0, 2.0]}}, 'pull must be one number, or 3'),
+        ({'solver': 'steps', 'weights': {'pull': [1.0, 2.0]}}, 'pull must be one number, or a list of 3'),
         ({'solver': 'steps', 'start': 'paper'}, 'starts where it was registered'),
         ({'solver': 'steps', 'step': 1.0}, 'step has no effect'),
         ({'solver': 'steps', 'num_inner': 2}, 'num_inner has no effect'),

@@ -117,9 +117,9 @@ def test_norms_far_from_one_and_at_the_floor():
 def test_half_precision(dtype):
     x = (100 * torch.rand(2, 2048, 49)).to(dtype)
     made = ROTPool(PoolOptions(prior='norm')).to(dtype)
-    made.set_weights(norm_power=4.0, smoothness=2.0, step=8.0)
+    made.set_weights(norm_power=4.0, smoothness=2.0)
     wide = ROTPool(PoolOptions(prior='norm'))
-    wide.set_weights(norm_power=4.0, smoothness=2.0, step=8.0)
+    wide.set_weights(norm_power=4.0, smoothness=2.0)
     pooled = made.pool_sets(x)
     assert pooled.dtype == dtype
     torch.testing.assert_close(pooled.float(), wide.pool_sets(x.float()), rtol=1e-2, atol=0.1)
@@ -134,7 +134,7 @@ def test_keeps_nothing_of_the_size_of_the_features_but_themselves():
 
 
 def test_in_maps_windows_and_tokens():
-    options = PoolOptions(prior='norm', smoothness=1.0, step=4.0)
+    options = PoolOptions(prior='norm', smoothness=1.0)
     x = torch.rand(2, 6, 4, 4)
     plain = GlobalROTPool2d(options)
     plain.set_weights(norm_power=3.0)

@@ -11,9 +11,9 @@ from rotp_vision.layers.options import PAPER_START
 
 def test_defaults_are_next_to_the_mean_on_a_scale_free_view_with_a_gain():
     options = PoolOptions()
-    assert (options.solver, options.view, options.gain, options.start) == ('badmm-e', 'rms', 'scalar', 'mean')
-    assert (options.modules, options.structure, options.prior) == (4, 0.0, 'uniform')
-    assert options.starting_weights() == {'smoothness': 50.0, 'step': 200.0}
+    assert (options.solver, options.view, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'mean')
+    assert (options.modules, options.num_inner, options.structure, options.prior) == (1, 4, 0.0, 'uniform')
+    assert options.starting_weights() == {'smoothness': 50.0, 'feature_penalty': 1.0, 'sample_penalty': 150.0}
 
 
 @pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q', 'sinkhorn'])
@@ -64,9 +64,9 @@ def test_what_has_no_effect_may_be_given_as_it_is():
 
 def test_numbers_of_numpy_become_pythons():
     given = {'num_modules': np.int64(2), 'structure': np.float16(0.5), 'smoothness': np.float32(1), 'num_inner': 5}
-    options = PoolOptions('sinkhorn', **given, proximal=(np.float64(1), 2))
+    options = PoolOptions(**given, proximal=(np.float64(1), 2))
     written = json.loads(json.dumps(options.to_dict()))
-    assert written == {'solver': 'sinkhorn', **given, 'proximal': [1.0, 2.0]}
+    assert written == {**given, 'proximal': [1.0, 2.0]}
     assert pool_options(written) == options
 
 
@@ -77,7 +77,7 @@ def test_numbers_of_numpy_become_pythons():
         ({'solvr': 'sinkhorn'}, 'unknown pooling option.s. solvr; known are solver, num_modules'),
         ({'smoothness': -1.0}, 'smoothness must be positive and finite, got -1.0'),
         ({'smoothness': float('nan')}, 'smoothness must be positive'),
-        ({'smoothness': [1.0, 2.0]}, 'smoothness must be one number, or 4 numbers'),
+        ({'smoothness': [1.0, 2.0]}, 'smoothness must be one number, or a list of 1, one per module'),
         ({'smoothness': [1.0] * 4, 'learn': 'shared'}, 'must be one number'),
         ({'structure': -0.1}, 'structure must be a number that is positive, or zero'),
         ({'structure': float('nan')}, 'structure must be a number that is positive, or zero for none, got nan'),
@@ -92,25 +92,25 @@ def test_numbers_of_numpy_become_pythons():
         ({'smoothness': np.ones(4)}, 'smoothness must be a number, or a list of numbers, .* got array'),
         ({'smoothness': '1'}, "smoothness must be a number, or a list of numbers, .* got '1'"),
         ({'structure': torch.tensor(0.1)}, 'structure must be a number'),
-        ({'step': np.float32(-1)}, 'step must be positive and finite, got -1.0'),
+        ({'smoothness': np.float32(-1)}, 'smoothness must be positive and finite, got -1.0'),
         ({'num_modules': torch.tensor(3)}, 'num_modules must be a positive integer, got tensor'),
         ({'solver': 'sinkhorn', 'num_inner': None}, 'num_inner must be a positive integer, got None'),
         ({'num_modules': 0}, 'num_modules must be a positive integer, got 0'),
         ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
-        ({'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
-        ({'solver': 'sinkhorn', 'step': 1.0}, "step has no effect with solver='sinkhorn'"),
-        ({'num_inner': 50}, "num_inner has no effect with solver='badmm-e'"),
+        ({'solver': 'badmm-e', 'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
+        ({'step': 1.0}, "step has no effect with solver='sinkhorn'"),
+        ({'solver': 'badmm-e', 'num_inner': 50}, "num_inner has no effect with solver='badmm-e'"),
         ({'similarity': 'cosine'}, 'similarity has no effect without structural term; leave it out, or give structure'),
         ({'prior_width': 4}, "prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'"),
         ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
-        ({'coupled': True, 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
-        ({'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
+        ({'solver': 'badmm-e', 'coupled': True, 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
+        ({'solver': 'badmm-e', 'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
         ({'view': 'raw'}, 'view must be one of identity, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
-        ({'step': 1e-45}, 'step must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
-        ({'step': 1e300}, 'step must be a normal float32 number'),
-        ({'step': 10**400}, 'step must be a normal float32 number, got one of 1329 bits'),
-        ({'step': [1.0, 1.0, 1.0, 10**400]}, 'step must be a normal float32 number'),
+        ({'smoothness': 1e-45}, 'smoothness must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
+        ({'smoothness': 1e300}, 'smoothness must be a normal float32 number'),
+        ({'smoothness': 10**400}, 'smoothness must be a normal float32 number, got one of 1329 bits'),
+        ({'smoothness': [10**400]}, 'smoothness must be a normal float32 number'),
         ({'structure': 10**400}, 'structure must be a normal float32 number'),
         ({'num_modules': 10**400}, 'num_modules must be a positive integer, got one of 1329 bits'),
         ({'solver': np.array(['sinkhorn', 'badmm-e'])}, 'solver must be one of'),

@@ -14,7 +14,7 @@ from timm.utils import ModelEmaV3
 from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions
 
 NAMES = [
-    f'resnet{depth}_{kind}' for depth in (18, 34, 50, 101, 152) for kind in ('rotp', 'rotp_s', 'rotp_q', 'rotp_local')
+    f'resnet{depth}_{kind}' for depth in (18, 34, 50, 101, 152) for kind in ('rotp', 'rotp_e', 'rotp_q', 'rotp_local')
 ]
 SMALL = {'num_classes': 5, 'in_chans': 3}
 x = torch.linspace(-2, 2, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
@@ -52,7 +52,7 @@ def test_every_name_builds_what_it_says(name):
     with torch.device('meta'):
         model = timm.create_model(name)
         assert model(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
-    solver = {'rotp_s': 'sinkhorn', 'rotp_q': 'badmm-q'}.get(name.split('_', 1)[1], 'badmm-e')
+    solver = {'rotp_e': 'badmm-e', 'rotp_q': 'badmm-q'}.get(name.split('_', 1)[1], 'sinkhorn')
     assert isinstance(model.global_pool, GlobalROTPool2d)
     assert model.global_pool.options == PoolOptions(solver)
     assert isinstance(model.maxpool, LocalROTPool2d) == name.endswith('local')
@@ -96,21 +96,21 @@ def test_a_mapping_changes_the_options_of_a_variant_and_a_solver_replaces_them()
     assert (quadratic.solver, quadratic.view) == ('badmm-q', 'log')
     stem = timm.create_model('resnet18_rotp_local', rotp_stem={'view': 'log'}).maxpool.options
     assert (stem.view, stem.start) == ('log', 'max')
-    assert timm.create_model('resnet18_rotp_s', rotp='badmm-q').global_pool.options.solver == 'badmm-q'
+    assert timm.create_model('resnet18_rotp_e', rotp='badmm-q').global_pool.options.solver == 'badmm-q'
 
 
 def test_the_published_layer_by_name():
     assert timm.create_model('resnet18_rotp', rotp='paper').global_pool.options == PoolOptions.paper()
-    published = PoolOptions.paper('sinkhorn', view='rms')
+    published = PoolOptions.paper('badmm-q', view='rms')
     for rotp in ({'preset': 'paper', 'view': 'rms'}, published):
-        assert timm.create_model('resnet18_rotp_s', rotp=rotp).global_pool.options == published
+        assert timm.create_model('resnet18_rotp_q', rotp=rotp).global_pool.options == published
     model = timm.create_model('resnet18_rotp_local', rotp='paper', rotp_stem='paper')
     assert model.global_pool.options == model.maxpool.options == PoolOptions.paper()
 
 
 def test_reset_classifier_keeps_the_trained_pool():
     model = small().double().train()
-    model.global_pool.set_weights(step=3.0)
+    model.global_pool.set_weights(smoothness=3.0)
     pool = model.global_pool
     model.reset_classifier(7)
     assert model.global_pool is pool
@@ -128,7 +128,7 @@ def test_reset_classifier_keeps_the_trained_pool():
     assert model(x.double()).shape == (2, 512, 2, 2)
     model.reset_classifier(3)
     assert isinstance(model.global_pool, GlobalROTPool2d)
-    assert model.global_pool.weights.step.beta.dtype == torch.float64
+    assert model.global_pool.weights.smoothness.beta.dtype == torch.float64
     assert model.global_pool.training
     assert model.get_classifier() is model.fc
 
@@ -152,7 +152,7 @@ def test_every_parameter_learns_with_grad_checkpointing():
     model.set_grad_checkpointing(True)
     model(x).square().sum().backward()
     assert not [name for name, p in model.named_parameters() if p.grad is None]
-    assert model.global_pool.weights.step.beta.grad.abs().max() > 0
+    assert model.global_pool.weights.smoothness.beta.grad.abs().max() > 0
     assert model.maxpool.weights.smoothness.beta.grad.abs().max() > 0
 
 
@@ -182,7 +182,7 @@ def test_formats_precisions_and_copies(model):
 
 def test_round_trips(model, tmp_path):
     trained = copy.deepcopy(model)
-    trained.global_pool.set_weights(step=2.5, smoothness=0.3)
+    trained.global_pool.set_weights(sample_penalty=2.5, smoothness=0.3)
     expected = trained(x)
     save_file(trained.state_dict(), tmp_path / 'model.safetensors')
     fresh = small()
@@ -221,7 +221,7 @@ def test_onnx_file_runs_as_the_model(name, tmp_path):
     torch.testing.assert_close(torch.from_numpy(out), model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('name', ['resnet18_rotp', 'resnet18_rotp_s', 'resnet18_rotp_q', 'resnet18_rotp_local'])
+@pytest.mark.parametrize('name', ['resnet18_rotp', 'resnet18_rotp_e', 'resnet18_rotp_q', 'resnet18_rotp_local'])
 def test_torchscript(name):
     model = small(name)
     scripted = torch.jit.script(model)

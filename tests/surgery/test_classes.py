@@ -65,9 +65,9 @@ def test_patches_that_do_not_exist_are_not_pooled():
     tokens, valid = torch.randn(2, 12, 16), torch.arange(10).expand(2, 10) < torch.tensor([[6], [10]])
     native = model.forward_head(tokens, patch_valid=valid)
     convert(model, example_input=torch.randn(2, 3, 64, 64))
-    model.rot_pool.set_weights(step=1e7)
+    model.rot_pool.set_weights(smoothness=1e7)
     torch.testing.assert_close(model.forward_head(tokens, patch_valid=valid), native, rtol=1e-4, atol=1e-5)
-    model.rot_pool.set_weights(step=0.7, smoothness=0.7)
+    model.rot_pool.set_weights(smoothness=0.7)
     once = model.forward_head(tokens, patch_valid=valid)
     torch.testing.assert_close(model.forward_head(tokens[:1, :8]), once[:1])
     tokens[0, 8:] = 1e6

@@ -148,7 +148,7 @@ def test_a_method_that_pools_its_argument(network):
     assert (pool.kind, pool.layout, pool.input_shape) == ('global', 'NCHW', (2, 8, 8, 8))
     native = model(x)
     convert(model, example_input=x)
-    model.rot_pool.set_weights(step=1e7)
+    model.rot_pool.set_weights(smoothness=1e7)
     torch.testing.assert_close(model(x), native, rtol=1e-4, atol=1e-4)
 
 

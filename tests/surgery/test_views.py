@@ -36,7 +36,7 @@ def converted(name: str = 'resnet', **kwargs):
     model = timm.create_model(architecture, num_classes=5, **more, **kwargs)
     model = model if name == 'native' else convert(model)
     for pool in rotp_vision.rot_pools(model).values():
-        pool.set_weights(smoothness=1.0, step=2.0)
+        pool.set_weights(smoothness=1.0)
     return model.eval()
 
 

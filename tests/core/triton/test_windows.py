@@ -37,7 +37,7 @@ def test_needs_a_gpu():
     [
         ('float64', {'dtype': torch.float64}),
         ('no coupled marginals, structural or proximal term', {'structure': 0.1}),
-        ('no coupled marginals, structural or proximal term', {'coupled': True}),
+        ('no coupled marginals, structural or proximal term', {'solver': 'badmm-e', 'coupled': True}),
         ('no coupled marginals, structural or proximal term', {'solver': 'sinkhorn', 'num_modules': 2}),
         ('no implicit gradients', {'solver': 'sinkhorn', 'implicit': True}),
     ],
