@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rotp_vision
 from benchmarks.evidence_poolings import FromMaps
 from benchmarks.real_data import NETWORKS, Network, add_data_arguments, build, images_of, maps_of
+from rotp_vision.layers import PoolOptions
 
 WHOLE = 300  # images that go through a whole network
 
@@ -37,17 +38,17 @@ def convert(network: Network, model: nn.Module, maps: Tensor, labels: Tensor, ar
     print('\n| pooling | top-1 % | top-5 % | same prediction % | largest logit change |')
     print('| --- | --- | --- | --- | --- |')
     print(row('average (native)', before, before, labels))
-    for solver in ('badmm-e', 'sinkhorn', 'badmm-q'):
+    for solver in ('sinkhorn', 'badmm-e', 'badmm-q'):
         converted = rotp_vision.convert(copy.deepcopy(model), solver)
         print(row(solver, head(converted, maps), before, labels), flush=True)
-        if solver == 'badmm-e':
+        if solver == PoolOptions.solver:
             print(row('reverted', head(rotp_vision.revert(converted), maps), before, labels))
     if hasattr(model, 'maxpool'):
         images = images_of(network, args.data, WHOLE)
         x, y = torch.stack(images[:]['x']), torch.tensor(images[:]['y'])
         converted = rotp_vision.convert(copy.deepcopy(model), where='all')
         native = whole(model, x)
-        print(row(f'badmm-e, stem too ({WHOLE} images)', whole(converted, x), native, y), flush=True)
+        print(row(f'{PoolOptions.solver}, stem too ({WHOLE} images)', whole(converted, x), native, y), flush=True)
 
 
 def head(model: nn.Module, maps: Tensor) -> Tensor:

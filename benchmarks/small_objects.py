@@ -28,9 +28,9 @@ from rotp_vision.training.generated import CLASSES, generate
 SIZE = 64
 RADII = (0.04, 0.055, 0.075, 0.1, 0.14, 0.2)  # in parts of the image's side
 WIDTHS = (16, 32, 48, 48)
-SINKHORN = PoolOptions('sinkhorn', smoothness=4.0)
+SHARPER = PoolOptions(smoothness=4.0)
 LONGER = ', 3 times as long'
-FITTED_AFTERWARDS = 'average, then Sinkhorn rms fitted'
+FITTED_AFTERWARDS = 'average, then ROTP fitted'
 
 
 def average() -> nn.Module:
@@ -40,11 +40,11 @@ def average() -> nn.Module:
 FROM_SCRATCH: dict[str, Callable[[], nn.Module]] = {
     'average': average,
     'ROTP (default)': GlobalROTPool2d,
-    'Sinkhorn rms, gain': lambda: GlobalROTPool2d(SINKHORN),
+    'ROTP from temperature 4': lambda: GlobalROTPool2d(SHARPER),
     'BADMM-E published': lambda: GlobalROTPool2d(PoolOptions.paper()),
     'max': lambda: nn.Sequential(nn.AdaptiveMaxPool2d(1), nn.Flatten()),
     'average' + LONGER: average,
-    'Sinkhorn rms, gain' + LONGER: lambda: GlobalROTPool2d(SINKHORN),
+    'ROTP from temperature 4' + LONGER: lambda: GlobalROTPool2d(SHARPER),
 }
 
 
@@ -114,7 +114,7 @@ def measure(seeds: int, num_train: int, num_test: int, epochs: int, kept: Path) 
         for name in (*FROM_SCRATCH, FITTED_AFTERWARDS):
             path = kept / f'small-{num_train}-{epochs}-{seed}-{name}.pt'
             torch.manual_seed(seed)  # the same start for every pooling
-            network = SmallNet(FROM_SCRATCH[name]() if name in FROM_SCRATCH else GlobalROTPool2d(SINKHORN))
+            network = SmallNet(FROM_SCRATCH[name]() if name in FROM_SCRATCH else GlobalROTPool2d(SHARPER))
             if path.exists():
                 network.load_state_dict(torch.load(path, weights_only=True))
             elif name in FROM_SCRATCH:

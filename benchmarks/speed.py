@@ -59,9 +59,10 @@ SOLVERS = {
 # Layers as users get them: the default, then other views and solvers with a gain.
 LAYERS = {
     'GlobalROTPool2d, the default': {},
-    'GlobalROTPool2d, sinkhorn, view log, gain': {'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar'},
-    'GlobalROTPool2d, sinkhorn, view rms, gain': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar'},
-    'GlobalROTPool2d, badmm-e, view log, gain': {'solver': 'badmm-e', 'view': 'log', 'gain': 'scalar'},
+    'GlobalROTPool2d, view log': {'view': 'log'},
+    'GlobalROTPool2d, view identity': {'view': 'identity'},
+    'GlobalROTPool2d, badmm-e': {'solver': 'badmm-e'},
+    'GlobalROTPool2d, badmm-e, view log': {'solver': 'badmm-e', 'view': 'log'},
 }
 
 # The other operators, for which no limit was set.
@@ -69,14 +70,6 @@ OTHERS = {
     'coupled BADMM-Q, 4 modules': (Solver('badmm-q', coupled=True), 4, False, None),
     'coupled BADMM-E with structure, 4 modules': (Solver('badmm-e', coupled=True), 4, True, None),
     'Sinkhorn with structure, 4 modules of 4 iterations': (Solver('sinkhorn', num_inner=4), 4, True, None),
-}
-
-# Sinkhorn that has converged, and its gradients by unrolling or implicit: what that is worth.
-CONVERGED = {
-    'Sinkhorn, 50 iterations': Solver('sinkhorn', num_inner=50),
-    'Sinkhorn, 50 iterations, implicit': Solver('sinkhorn', num_inner=50, implicit=True),
-    'Sinkhorn, 100 iterations': Solver('sinkhorn', num_inner=100),
-    'Sinkhorn, 100 iterations, implicit': Solver('sinkhorn', num_inner=100, implicit=True),
 }
 
 
@@ -227,7 +220,6 @@ def global_rows(channels: int, timing: Timing, *, reference: bool) -> list[Row]:
             must[name] = limits[channels == 2048]
         if reference:
             pools[f'{name}, plain autograd'] = CorePool(solver._replace(backend='reference'), num_modules, structure)
-    pools |= {name: CorePool(solver, 1, False) for name, solver in CONVERGED.items()}
     return cost_rows(f'(32, {channels}, 7, 7)', pools, maps, must, timing)
 
 

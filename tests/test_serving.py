@@ -9,7 +9,6 @@ import torch
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import rotp_vision
-from rotp_vision.core import decompositions
 
 images = torch.rand(2, 3, 64, 64)
 
@@ -37,7 +36,7 @@ torch.testing.assert_close(torch.export.load(file).module()(images), expected)
 def test_an_exported_network_runs_where_rotp_vision_is_not_installed(name, tmp_path):
     model = network(name)
     with torch.no_grad():
-        program = torch.export.export(model, (images,)).run_decompositions(decompositions())
+        program = torch.export.export(model, (images,))
         torch.save((images, model(images)), tmp_path / 'result.pt')
     torch.export.save(program, tmp_path / 'model.pt2')
     command = [sys.executable, '-c', ALONE, str(tmp_path / 'model.pt2'), str(tmp_path / 'result.pt')]

@@ -2,7 +2,7 @@
 
 import rotp_vision.core.triton  # noqa: F401 - registers its backend
 from rotp_vision.core.badmm import badmm
-from rotp_vision.core.explicit import decompositions, explicit_pool
+from rotp_vision.core.explicit import explicit_pool
 from rotp_vision.core.pool import pool
 from rotp_vision.core.problem import VIEW_FLOOR, Regularizer, ROTProblem, View, objective, rot_problem, view_of
 from rotp_vision.core.registered import SOLVERS, register_solver, transforms_active
@@ -36,7 +36,6 @@ __all__ = [
     'Windows',
     'backend_lacks',
     'badmm',
-    'decompositions',
     'explicit_pool',
     'objective',
     'pool',

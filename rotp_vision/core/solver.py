@@ -28,7 +28,6 @@ class Solver(NamedTuple):
     coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
     num_inner: int = 4  # Sinkhorn steps in a module
     similarity: Similarity = 'covariance'  # of the structural term
-    implicit: bool = False  # Sinkhorn: whether gradients take it for converged, which is cheaper for many steps
     backend: Backend = 'auto'  # of rot_pool, which says what 'auto' is
 
 
@@ -113,6 +112,7 @@ def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver, gain: Te
     'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd. 'auto' is
     'torch', but on CUDA it is 'triton' wherever that applies and has passed a check at its first use
     (`rotp_vision.core.triton.check`), and else, while a model is compiled there, 'reference', which a compiler fuses.
+    `torch.export` sees 'reference' wherever it runs.
     The environment variable ROTP_BACKEND overrides the solver's choice.
 
     Args:
@@ -190,8 +190,6 @@ def _implementation(
         if backend == 'triton':
             raise ValueError(f"backend 'triton' has no kernel of solver {solver.name!r}; use backend 'auto'")
         return _IMPLEMENTATIONS['reference' if backend == 'reference' else 'registered']
-    if solver.implicit and solver.name != 'sinkhorn':
-        raise ValueError(f'implicit is for sinkhorn, got {solver}')
     if solver.num_inner < 1:
         raise ValueError(f'num_inner must be at least 1, got {solver.num_inner}')
     if solver.name == 'sinkhorn':
@@ -201,7 +199,7 @@ def _implementation(
     else:
         require('badmm', weights, 'smoothness', 'step')
     # ONNX knows no operator of ours, and torch.func has no derivatives of them: both see the formula itself.
-    if torch.onnx.is_in_onnx_export() or (transforms_active() and not solver.implicit):
+    if torch.onnx.is_in_onnx_export() or transforms_active():
         return _IMPLEMENTATIONS['reference']
     if backend == 'auto':
         backend = _automatic(features, weights, solver, view, windows)
@@ -217,6 +215,8 @@ def _automatic(
     features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None
 ) -> Literal['torch', 'triton', 'reference']:
     """What 'auto' is."""
+    if torch.compiler.is_exporting():
+        return 'reference'  # so that the program runs where our operators do not exist
     if not on_gpu(features):
         return 'torch'
     fast = _IMPLEMENTATIONS['triton']
@@ -224,7 +224,7 @@ def _automatic(
     if able and fast.trusted(features, weights, solver, view, windows):
         return 'triton'
     # To a compiler an operator is one opaque node, while what it sees it fuses.
-    return 'reference' if torch.compiler.is_compiling() and not solver.implicit else 'torch'
+    return 'reference' if torch.compiler.is_compiling() else 'torch'
 
 
 def on_gpu(features: Tensor) -> bool:
@@ -236,10 +236,6 @@ def _pool_by_formula(problem: ROTProblem, weights: StepWeights, solver: Solver) 
     return pool(problem.features, solve(problem, weights, solver))
 
 
-def _refuses(weights: StepWeights, solver: Solver) -> str | None:
-    return 'has no implicit gradients' if solver.implicit else None
-
-
-register_backend('reference', Implementation(_refuses, lambda features: None, _pool_by_formula))
+register_backend('reference', Implementation(lambda weights, solver: None, lambda features: None, _pool_by_formula))
 # For solvers that are not of this package, whatever else they ask for.
 _IMPLEMENTATIONS['registered'] = Implementation(lambda weights, solver: None, lambda features: None, pool_in_chunks)

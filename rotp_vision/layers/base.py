@@ -44,7 +44,7 @@ class ROTPool(OneNode):
         self.view: str = options.view
         # TorchScript does not take the solver as one object, so its fields are attributes too.
         self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
-        self._similarity, self._implicit = str(self.solver.similarity), self.solver.implicit
+        self._similarity = str(self.solver.similarity)
         built_in = SOLVERS[options.solver].weights is None
         self.weights = ModuleWeights(options) if built_in else RegisteredWeights(options)
         self.prior = None
@@ -107,9 +107,7 @@ class ROTPool(OneNode):
 
     def _pool(self, problem: ROTProblem, weights: StepWeights, gain: Tensor | None) -> Tensor:
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            pooled = explicit_pool(
-                problem, weights, self._name, self._coupled, self._num_inner, self._similarity, self._implicit
-            )
+            pooled = explicit_pool(problem, weights, self._name, self._coupled, self._num_inner, self._similarity)
             return pooled if gain is None else pooled * gain.to(pooled.dtype)
         return rot_pool(problem, weights, self.solver, gain)
 

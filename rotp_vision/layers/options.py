@@ -39,8 +39,6 @@ class PoolOptions:
             that you registered, see `register_solver`.
         num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
         num_inner: K, Sinkhorn steps in a module.
-        implicit: Sinkhorn only: gradients by the implicit function theorem, which assumes convergence. Use it from
-            about 50 steps on, where that holds and unrolling is more expensive.
         coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
         start: 'mean' starts next to average pooling, 'max' next to max pooling (as near as the solver's marginals
             allow: 'badmm-q' holds its samples to q0), 'paper' starts every weight at softplus(0).
@@ -73,7 +71,6 @@ class PoolOptions:
     solver: str = 'sinkhorn'
     num_modules: int | None = None
     num_inner: int = 4
-    implicit: bool = False
     coupled: bool = False
     start: Start = 'mean'
     learn: Learn = 'per-module'
@@ -111,10 +108,8 @@ class PoolOptions:
             value = getattr(self, name)
             if value is not None or name == 'num_inner':
                 self._set(name, positive_integer(name, value))
-        for name in ('implicit', 'coupled'):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise ValueError(f'{name} must be true or false, got {value!r}')
+        if not isinstance(self.coupled, bool):
+            raise ValueError(f'coupled must be true or false, got {self.coupled!r}')
         if not _is_number(self.structure) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         self._set('structure', _float('structure', self.structure))
@@ -122,10 +117,6 @@ class PoolOptions:
             value = getattr(self, name)
             if value is not None:
                 self._set(name, _numbers(name, value))
-        if self.implicit and self.solver != 'sinkhorn':
-            raise ValueError("implicit is an option of solver 'sinkhorn'")
-        if self.implicit and self.backend == 'reference':
-            raise ValueError("implicit is done by an operator, which backend='reference' does without; use 'auto'")
         if self.coupled and self.solver not in ('badmm-e', 'badmm-q'):
             raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
         if self.coupled and self.modules < 3:
@@ -196,7 +187,7 @@ class PoolOptions:
         return SOLVERS[self.solver].weights
 
     def to_solver(self) -> Solver:
-        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.implicit, self.backend)
+        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.backend)
 
     def starting_weights(self) -> dict[str, float | Sequence[float]]:
         """The weights that this solver reads, and their initial values."""

@@ -173,7 +173,6 @@ def test_options():
         ({'solver': 'steps', 'num_inner': 2}, 'num_inner has no effect'),
         ({'solver': 'steps', 'structure': 2.0}, 'structure has no effect'),
         ({'solver': 'steps', 'coupled': True}, 'coupled is an option of'),
-        ({'solver': 'steps', 'implicit': True}, 'implicit is an option of'),
     ],
 )
 def test_bad_options(given, message):

@@ -55,14 +55,7 @@ def test_a_missing_weight_is_named_whatever_the_backend(monkeypatch):
             rot_pool(PROBLEM, step_weights(2, smoothness=1.0), chosen)
 
 
-def test_implicit_gradients_need_an_operator():
-    weights = step_weights(1, smoothness=1.0, feature_penalty=1.0, sample_penalty=1.0)
-    with pytest.raises(ValueError, match="backend 'reference' has no implicit gradients"):
-        rot_pool(PROBLEM, weights, Solver('sinkhorn', implicit=True, backend='reference'))
-
-
 AUTO = Solver('badmm-e')
-SINKHORN_WEIGHTS = step_weights(1, smoothness=1.0, feature_penalty=1.0, sample_penalty=1.0)
 
 
 def backend_on_gpu(monkeypatch, solver=AUTO, weights=WEIGHTS, *, compiling=False, **functions) -> str:
@@ -89,8 +82,6 @@ def test_auto_on_a_gpu(monkeypatch):
 def test_auto_on_a_gpu_while_compiling(monkeypatch):
     assert backend_on_gpu(monkeypatch, trusted=lambda *problem: True, compiling=True) == 'pooled'
     assert backend_on_gpu(monkeypatch, compiling=True) == 'reference'
-    implicit = Solver('sinkhorn', implicit=True)
-    assert backend_on_gpu(monkeypatch, implicit, SINKHORN_WEIGHTS, compiling=True) == 'torch'
 
 
 def test_what_is_not_solved_by_a_backend_is_not_checked(monkeypatch):

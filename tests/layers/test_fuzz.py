@@ -19,7 +19,6 @@ def valid_options(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         'solver': solver,
         'num_modules': rng.choice([None, 1, 2, 3, 5]),
-        'implicit': sinkhorn and rng.random() < 0.2,
         'start': rng.choice(['paper', 'mean', 'max']),
         'learn': rng.choice(['per-module', 'shared', 'fixed']),
         'structure': rng.choice([0.0, 0.0, 10 ** rng.uniform(-3, 0)]),
@@ -76,11 +75,9 @@ def test_valid_options_compute_what_the_reference_does():
             mask[:, 0] = True
         torch.manual_seed(number)
         pool = ROTPool(options, features).double()
-        reference = ROTPool(options | {'implicit': False, 'backend': 'reference'}, features).double()
+        reference = ROTPool(options | {'backend': 'reference'}, features).double()
         reference.load_state_dict(pool.state_dict())
         ours, theirs = pooled_and_gradients(pool, x, mask), pooled_and_gradients(reference, x, mask)
-        if options['implicit']:  # whose gradients are those of the converged result
-            ours, theirs = ours[:1], theirs[:1]
         # Of a gradient that is zero in truth, the rounding of the largest is left.
         slack = 1e-8 * max(1e-3, *(float(value.abs().max()) for value in theirs))
         for one, other in zip(ours, theirs, strict=True):
@@ -103,7 +100,7 @@ NOT_WEIGHTS = [*NOT_NUMBERS, 0, 0.0, [], [1.0, 'x'], [1.0] * 9, [10**400] * 2, [
 INVALID = {
     **dict.fromkeys(('solver', 'start', 'learn', 'similarity', 'prior', 'view', 'gain', 'backend'), NOT_WORDS),
     **dict.fromkeys(('num_modules', 'num_inner', 'prior_width'), NOT_COUNTS),
-    **dict.fromkeys(('implicit', 'coupled'), NOT_SWITCHES),
+    'coupled': NOT_SWITCHES,
     'structure': [*NOT_NUMBERS, None, [0.1]],
     **dict.fromkeys(WEIGHTS, NOT_WEIGHTS),
 }

@@ -3,15 +3,14 @@
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.badmm import operator_coefficients
+from rotp_vision.core.explicit.badmm import badmm_coefficients
 from rotp_vision.core.explicit.coupled import coupled_coefficients
-from rotp_vision.core.explicit.ops import decompositions
 from rotp_vision.core.explicit.sinkhorn import sinkhorn_coefficients
 from rotp_vision.core.problem import ROTProblem
 from rotp_vision.core.solver import Implementation, Solver, register_backend
 from rotp_vision.core.weights import StepWeights
 
-__all__ = ['decompositions', 'explicit_pool']
+__all__ = ['explicit_pool']
 
 
 def explicit_pool(
@@ -21,7 +20,6 @@ def explicit_pool(
     coupled: bool,
     num_inner: int,
     similarity: str,
-    implicit: bool,
 ) -> Tensor:
     """`rot_pool` by an operator with explicit gradients. Can be scripted, unlike `rot_pool`.
 
@@ -35,21 +33,19 @@ def explicit_pool(
     quadratic = name == 'badmm-q'
     if name == 'sinkhorn':
         coefficients = sinkhorn_coefficients(weights).to(log_p0.dtype)
-        return torch.ops.rotp_vision.sinkhorn_pool(
-            features, log_p0, log_q0, coefficients, view, similarity, num_inner, implicit
-        )
+        return torch.ops.rotp_vision.sinkhorn_pool(features, log_p0, log_q0, coefficients, view, similarity, num_inner)
     if coupled:
         coefficients = coupled_coefficients(weights, quadratic).to(log_p0.dtype)
         return torch.ops.rotp_vision.coupled_badmm_pool(
             features, log_p0, log_q0, coefficients, view, similarity, quadratic
         )
-    coefficients = operator_coefficients(weights, quadratic).to(log_p0.dtype)
+    coefficients = badmm_coefficients(weights, quadratic).to(log_p0.dtype)
     return torch.ops.rotp_vision.badmm_pool(features, log_p0, log_q0, coefficients, view, similarity, quadratic)
 
 
 def _pool(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    name, coupled, num_inner, similarity, implicit, _ = solver
-    return explicit_pool(problem, weights, name, coupled, num_inner, similarity, implicit)
+    name, coupled, num_inner, similarity, _ = solver
+    return explicit_pool(problem, weights, name, coupled, num_inner, similarity)
 
 
 register_backend('torch', Implementation(lambda weights, solver: None, lambda features: None, _pool))

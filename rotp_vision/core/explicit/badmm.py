@@ -66,13 +66,16 @@ def _chunk_size(similarity: str, quadratic: bool) -> ChunkSize:
 register('badmm_pool', _run, ', bool quadratic', _chunk_size)
 
 
-def operator_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
+def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
     """(kinds, T) what the operator takes for weights, see `_Kinds`. Can be scripted."""
     smoothness, step, structure = weights.smoothness, weights.step, weights.structure
     assert step is not None
     structure = torch.zeros_like(step) if structure is None else structure
-    coefficients = badmm_coefficients(weights, quadratic)
-    beta, kappa = coefficients[0], coefficients[1]
+    kappa = torch.ones_like(step) if quadratic else step / (smoothness + step)
+    betas = [step[0].reciprocal()]
+    for k in range(1, step.shape[0]):
+        betas.append(step[k].reciprocal() + kappa[k - 1] * betas[k - 1])
+    beta = torch.stack(betas)
     kinds = _Kinds(
         beta=beta,
         kappa=kappa,
@@ -84,21 +87,4 @@ def operator_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
         structure=structure / step,
         kappa_structure=kappa * structure / step,
     )
-    return torch.stack(kinds)
-
-
-def badmm_coefficients(weights: StepWeights, quadratic: bool) -> Tensor:
-    """(kinds, T) what the operators in Triton take for weights: β, κ, ρ, then α1/ρ if quadratic, α0/ρ if structural."""
-    smoothness, step = weights.smoothness, weights.step
-    assert step is not None
-    kappas = torch.ones_like(step) if quadratic else step / (smoothness + step)
-    betas = [step[0].reciprocal()]
-    for k in range(1, step.shape[0]):
-        betas.append(step[k].reciprocal() + kappas[k - 1] * betas[k - 1])
-    kinds = [torch.stack(betas), kappas, step]
-    if quadratic:
-        kinds.append(smoothness / step)
-    structure = weights.structure
-    if structure is not None:
-        kinds.append(structure / step)
     return torch.stack(kinds)

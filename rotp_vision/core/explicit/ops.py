@@ -1,19 +1,17 @@
 """How a solver on the tape becomes a `torch.library` operator, the same for all of them.
 
 A solver brings one function that runs it on a `Tape`. The operator made of it keeps nothing for backward but its
-inputs, works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast says, is one node for
-`torch.compile` and `torch.export`, and can be taken apart again into plain tensor operations (`decompositions`) for a
-runtime that does not know it.
+inputs, works in chunks, computes in the dtype of the plan (float32 or float64) whatever autocast says, and is one node
+for `torch.compile`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from rotp_vision.core.explicit.scratch import ChunkSize, NoScratch, chunks, reads_values, store
+from rotp_vision.core.explicit.scratch import ChunkSize, chunks, reads_values, store
 from rotp_vision.core.explicit.tape import Batch, Coefficient, Logits, Needs, Tape, Variable
 from rotp_vision.core.operator import Pair, define
 
@@ -21,15 +19,10 @@ from rotp_vision.core.operator import Pair, define
 Run = Callable[..., tuple[Logits, Variable]]
 
 INPUTS = 'Tensor features, Tensor log_p0, Tensor log_q0, Tensor coefficients'
-_decompositions: dict[Any, Callable] = {}
 
 
-def decompositions() -> dict[Any, Callable]:
-    """The table for `ExportedProgram.run_decompositions` that turns our operators into plain tensor operations."""
-    return dict(_decompositions)
-
-
-def _batch(features, log_p0, log_q0, coefficients, view, similarity, *, eager: bool) -> Batch:
+def _batch(features, log_p0, log_q0, coefficients, view, similarity) -> Batch:
+    eager = reads_values(features.device)
     num_kinds, num_modules = coefficients.shape
     numbers = coefficients.t().tolist() if eager else [[math.nan] * num_kinds] * num_modules
     values = [module.unbind() for module in coefficients.unbind(1)]
@@ -54,42 +47,29 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
     def run_forward(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
         pooled = make_pooled(features)
         with torch.autocast(features.device.type, enabled=False):
-            eager = reads_values(features.device)
-            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
+            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity)
             # With fewer buffers than backward, chunks of twice its size stay in the cache. A logarithm is one more.
             enlarge, parts, multiplies = chunk_size(similarity, *extra)
             size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
             for sets, scratch in chunks(features, size, log_p0.dtype):
-                pooled[sets] = pool(Tape(batch, sets, scratch), *extra)
+                tape = Tape(batch, sets, scratch)
+                pooled[sets] = tape.pool(*run(tape, *extra)).squeeze(2)
         return pooled
-
-    def run_whole(features, log_p0, log_q0, coefficients, view, similarity, *extra) -> Tensor:
-        batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=False)
-        return pool(Tape(batch, slice(None), NoScratch(features, log_p0.dtype)), *extra).to(features.dtype)
-
-    def pool(tape: Tape, *extra) -> Tensor:
-        return tape.pool(*run(tape, *extra)).squeeze(2)
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
         with torch.autocast(features.device.type, enabled=False):
-            eager = reads_values(features.device)
-            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity, eager=eager)
+            batch = _batch(features, log_p0, log_q0, coefficients, view, similarity)
             for sets, scratch in chunks(features, chunk_size(similarity, *extra)._replace(parts=1), log_p0.dtype):
-                wanted = [whole[sets] if need else None for whole, need in zip(total, needs, strict=True)]
-                back(
-                    Tape(batch, sets, scratch, Needs(*needs)), grad[sets].unsqueeze(2).to(log_p0.dtype), wanted, *extra
-                )
+                tape = Tape(batch, sets, scratch, Needs(*needs))
+                gradients = tape.gradients(*run(tape, *extra), grad[sets].unsqueeze(2).to(log_p0.dtype))
+                for gradient, whole in zip(gradients, total, strict=False):
+                    if gradient is not None:
+                        store(gradient.view(gradient.shape[0], *whole.shape[1:]), whole[sets])
             if needs[-1]:
                 each = [coefficient.gradient() for module in batch.modules for coefficient in module]
                 total[-1].copy_(torch.stack(each).view_as(coefficients.t()).t())
         return total
-
-    def back(tape: Tape, grad: Tensor, wanted: Sequence[Tensor | None], *extra) -> None:
-        gradients = tape.gradients(*run(tape, *extra), grad)
-        for gradient, out in zip(gradients, wanted, strict=False):
-            if gradient is not None and out is not None:
-                store(gradient.view(gradient.shape[0], *out.shape[1:]), out)
 
     def make_pooled(features, *others) -> Tensor:
         return features.new_empty(features.shape[:2])
@@ -110,4 +90,3 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
         f'(Tensor grad, {INPUTS}, bool[] needs{options}) -> (Tensor, Tensor, Tensor, Tensor)',
         len(Needs._fields),
     )
-    _decompositions[getattr(torch.ops.rotp_vision, name).default] = run_whole

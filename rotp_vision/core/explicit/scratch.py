@@ -49,18 +49,12 @@ class Scratch:
         if num_sets != self._current:
             self._current, self._stack = num_sets, None
 
-    def take(self, *, samples_last: bool = False) -> Tensor | None:
+    def take(self, *, samples_last: bool = False) -> Tensor:
         """A (b, D, N) buffer with anything in it, for `out=`. It is free again once it is dropped, views or not."""
         memory = self._idle.pop() if self._idle else self._empty(self._num_sets)
         part = memory[: self._current]
         buffer = part.view(part.shape[0], part.shape[2], part.shape[1]) if samples_last else part.mT
         finalize(buffer, self._idle.append, memory)
-        return buffer
-
-    def buffer(self) -> Tensor:
-        """As `take`, where memory is certainly reused: in a backward."""
-        buffer = self.take()
-        assert buffer is not None
         return buffer
 
     def stack(self, count: int) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -74,37 +68,11 @@ class Scratch:
         """(*shape, N, D)."""
         return self.like.new_empty((*shape, self.like.shape[2], self.like.shape[1]), dtype=self.dtype)
 
-    def over(self, values: Tensor) -> Tensor | None:
-        """Where the result of an operation on `values` goes that are not needed any more: into themselves."""
-        return values
-
-    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
-        """`values`, over themselves, with a number where the mask `where` says."""
-        return values.masked_fill_(where, value)
-
     def load(self, values: Tensor) -> Tensor:
         """`values` (b, D, N) in the dtype and layout of the buffers; itself, not a copy, where it is so already."""
         if values.dtype == self.dtype and values.mT.is_contiguous():
             return values
-        buffer = self.take()
-        return values.to(self.dtype) if buffer is None else buffer.copy_(values)
-
-
-class NoScratch(Scratch):
-    """Every result in memory of its own: for tracing, where nothing may be written in place."""
-
-    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(like, 0, dtype)
-        self.floor, self.unit = None, 1.0
-
-    def take(self, *, samples_last: bool = False) -> None:
-        return None
-
-    def over(self, values: Tensor) -> None:
-        return None
-
-    def fill(self, values: Tensor, where: Tensor, value: float) -> Tensor:
-        return values.masked_fill(where, value)
+        return self.take().copy_(values)
 
 
 class ChunkSize(NamedTuple):
@@ -165,12 +133,12 @@ def exponentials(
     top = None
     if not exponents.summable:
         top = y.amax(dim, keepdim=True)
-        y = torch.sub(y, top, out=scratch.over(y))
+        y.sub_(top)
     if scratch.floor is not None and exponents.may_underflow:
         floor = 2 * scratch.floor if top is None else scratch.floor
         torch.threshold_(y.clamp_(min=floor * scratch.unit).exp2_(), 1.001 * math.exp(floor), 0.0)
     else:
-        y = (torch.exp if scratch.unit == 1.0 else torch.exp2)(y, out=scratch.over(y))
+        (y.exp_ if scratch.unit == 1.0 else y.exp2_)()
     if masked is not None and exponents.summable:
         y.masked_fill_(masked, 0.0)
     return y, y.sum(dim, keepdim=True), top

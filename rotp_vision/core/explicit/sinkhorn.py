@@ -11,9 +11,6 @@ With α1' = α1 + τ and constants dropped that the pooling does not see, a modu
 from s = 0, M = 0, u = log p0, v = log q0; without structural term M stays zero and is not made. The last ends at the
 weights of the pooling, softmax_n(s X + M + v). Where the tape has taken peaks off X, u is what it is for X plus
 s · peaks; a then has (s - τ/α1' s') α1' / (α1' + α2) of them, which is peaks / (α1' + α2).
-
-Where K is large enough for a module to converge, backward need not go through all its steps: with `implicit` it goes
-through one step from the fixed point, by the implicit function theorem.
 """
 
 from collections import namedtuple
@@ -30,12 +27,11 @@ from rotp_vision.core.weights import StepWeights
 _Kinds = namedtuple('_Kinds', 'scale keep feature_rate sample_rate lift structure')
 
 
-def _run(tape: Tape, num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
+def _run(tape: Tape, num_inner: int) -> tuple[Logits, Variable]:
     """s X + M and v of the last module."""
-    implicit = implicit and tape.recording
     u, v = tape.log_p0, tape.log_q0
     logits, force = None, None
-    for k, module in enumerate(map(_Kinds._make, tape.modules)):
+    for module in map(_Kinds._make, tape.modules):
         if tape.similarity:
             if logits is None or force is None:
                 force = tape.combine((module.structure, tape.force(tape.prior_plan())))
@@ -52,19 +48,9 @@ def _run(tape: Tape, num_inner: int, implicit: bool) -> tuple[Logits, Variable]:
             u_kept = tape.combine((1.0, u_kept), (module.lift, tape.peaks))
 
         v = v_kept
-        tape.recording = tape.recording and not implicit
-        for _ in range(num_inner - implicit):
+        for _ in range(num_inner):
             u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, v)
             v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
-        if implicit:
-            tape.recording = True
-            before = Variable(v.value, v.axis)
-            u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, before)
-            v = _half_step(tape, logits, module.sample_rate, v_kept, q0_left, u)
-            tape.fixed_point(logits, before, u, v, module.feature_rate.value * module.sample_rate.value)
-            if k + 1 < len(tape.modules):
-                # As it depends on the fixed point.
-                u = _half_step(tape, logits, module.feature_rate, u_kept, p0_left, v)
     assert logits is not None
     return logits, v
 
@@ -77,19 +63,16 @@ def _half_step(
     return tape.combine((1.0, kept), (rate, gap))
 
 
-def _chunk_size(similarity: str, num_inner: int, implicit: bool) -> ChunkSize:
+def _chunk_size(similarity: str, num_inner: int) -> ChunkSize:
     """As many parts as a forward has plan-sized tensors: X, exponentials twice, a product; plan, factors."""
     return ChunkSize(enlarge=2, parts=15 if similarity else 5, multiplies=similarity != '')
 
 
-register('sinkhorn_pool', _run, ', int num_inner, bool implicit', _chunk_size)
+register('sinkhorn_pool', _run, ', int num_inner', _chunk_size)
 
 
 def sinkhorn_coefficients(weights: StepWeights) -> Tensor:
-    """(kinds, T) what the operators take for weights, see `_Kinds`; those in Triton take the first four.
-
-    Can be scripted.
-    """
+    """(kinds, T) what the operator takes for weights, see `_Kinds`. Can be scripted."""
     feature_penalty, sample_penalty, structure = weights.feature_penalty, weights.sample_penalty, weights.structure
     assert feature_penalty is not None
     assert sample_penalty is not None

@@ -22,14 +22,14 @@ class Structure:
         """Of X (b, D, N), given as `x` + `peak` (b, D, 1), and zero where `masked` (b, 1, N)."""
         if peak is not None:
             x = torch.add(x, peak, out=scratch.take())
-            x = x if masked is None else scratch.fill(x, masked, 0.0)
+            x = x if masked is None else x.masked_fill_(masked, 0.0)
         self._x, self._similarity = x, similarity
         self._transposed = x.shape[1] < x.shape[2]
         if similarity == 'covariance':
             count = x.shape[2] if masked is None else x.shape[2] - masked.sum(2, keepdim=True, dtype=x.dtype)
             left = torch.sub(x, x.sum(2, keepdim=True) / count, out=scratch.take())
-            left = left if masked is None else scratch.fill(left, masked, 0.0)
-            right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take() if peak is None else scratch.over(x))
+            left = left if masked is None else left.masked_fill_(masked, 0.0)
+            right = torch.sub(x, x.mean(1, keepdim=True), out=scratch.take() if peak is None else x)
             self._scale = 1 / (count * x.shape[1])
         else:
             left, right = (torch.mul(x, length_scale(x, dim), out=scratch.take()) for dim in (2, 1))
@@ -53,18 +53,17 @@ class Structure:
         """From (b, D, N) to a tall matrix, and back."""
         return values.mT if self._transposed else values
 
-    def _add_product(
-        self, onto: Tensor, first: Tensor, second: Tensor, out: Tensor | None, beta: float = 1.0
-    ) -> Tensor:
-        """beta · onto + first @ second, all tall but the second, in the order in which they are contiguous."""
+    def _add_product(self, onto: Tensor, first: Tensor, second: Tensor, beta: float = 1.0) -> None:
+        """Make it beta · onto + first @ second, all tall but the second, in the order in which they are contiguous."""
         if self._transposed:
-            return torch.baddbmm(onto, first, second, beta=beta, out=out)
-        return torch.baddbmm(onto.mT, second.mT, first.mT, beta=beta, out=None if out is None else out.mT).mT
+            onto.baddbmm_(first, second, beta=beta)
+        else:
+            onto.mT.baddbmm_(second.mT, first.mT, beta=beta)
 
     def _weigh(self, values: Tensor, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         """(b, D, N) values · weight, and what the columns of it as a tall matrix are yet to be multiplied with."""
         along = self._tall(weight)
-        if along.shape[1] == 1:
+        if along.shape[1] == 1 and values.shape[1] == self._x.shape[1]:
             return values, along
         return torch.mul(values, weight, out=self._scratch.take()), None
 
@@ -76,24 +75,16 @@ class Structure:
             projected = projected * columns.mT
         return torch.bmm(self._gram, projected), projected
 
-    def push_product(self, p: Tensor, q: Tensor) -> Tensor:
-        """W of the plan p q of p (b, D, 1) and q (b, 1, N), which has rank one."""
-        tall, wide = (q.mT, p.mT) if self._transposed else (p, q)
-        return (self._gram @ wide.mT) * (tall.mT @ self._twin)
-
-    def act(self, onto: Tensor, mixing: Tensor) -> Tensor:
-        """`onto` + A Wᵀ, written over `onto`."""
-        tall = self._tall(onto)
-        out = self._scratch.over(tall)
-        product = self._add_product(tall, self._a, mixing.mT, out)
-        return self._tall(product) if out is None else onto
+    def act(self, onto: Tensor, mixing: Tensor) -> None:
+        """Add A Wᵀ to `onto`."""
+        self._add_product(self._tall(onto), self._a, mixing.mT)
 
     def start_back(self, dx: Tensor | None) -> None:
         """From now on the gradient of X is added to `dx` (b, D, N), if wanted: complete after `end_back`."""
         # Through the centring of A nothing changes: A and so W have rows of mean zero, which d_a takes over.
         self._dx, self._d_a = dx, None
         if dx is not None:
-            self._d_factor = dx if self._similarity == 'covariance' else self._scratch.buffer().zero_()
+            self._d_factor = dx if self._similarity == 'covariance' else self._scratch.take().zero_()
             self._d_a = self._tall(self._d_factor)
         self._d_gram = torch.zeros_like(self._gram)
 
@@ -101,37 +92,25 @@ class Structure:
         """Back through `act`, whose result has the gradient `grad`: the gradient of W, added to `d_mixing`."""
         tall = self._tall(grad)
         if self._d_a is not None:
-            self._add_product(self._d_a, tall, mixing, self._d_a)
+            self._add_product(self._d_a, tall, mixing)
         return torch.bmm(tall.mT, self._twin) if d_mixing is None else d_mixing.baddbmm_(tall.mT, self._twin)
 
     def push_back(self, d_mixing: Tensor, values: Tensor, weight: Tensor, projected: Tensor, out: Tensor) -> None:
         """Back through `push`: the gradient of the plan goes to `out`."""
         d_projected = torch.bmm(self._gram, d_mixing)
-        tall = self._tall(out)
-        self._add_product(tall, self._a, d_projected.mT, tall, beta=0.0)
+        self._add_product(self._tall(out), self._a, d_projected.mT, beta=0.0)
         if self._d_a is not None:
             weighed, columns = self._weigh(values, weight)
             d_projected = d_projected if columns is None else d_projected.mul_(columns.mT)
-            self._add_product(self._d_a, self._tall(weighed), d_projected, self._d_a)
+            self._add_product(self._d_a, self._tall(weighed), d_projected)
             self._d_gram.baddbmm_(d_mixing, projected.mT)
-
-    def push_product_back(self, d_mixing: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-        """Back through `push_product`: the gradients of log p (b, D, 1) and log q (b, 1, N)."""
-        tall, wide = (q.mT, p.mT) if self._transposed else (p, q)
-        projected, d_projected = tall.mT @ self._twin, torch.bmm(self._gram, d_mixing)
-        by_wide = wide @ d_projected
-        if self._d_a is not None:
-            self._d_a.addcmul_(tall, by_wide)
-            self._d_gram.addcmul_(d_mixing @ projected.mT, wide)
-        d_log_tall, d_log_wide = tall * (self._a @ by_wide.mT), wide * (d_projected @ projected.mT).mT
-        return (d_log_wide.mT, d_log_tall.mT) if self._transposed else (d_log_tall, d_log_wide)
 
     def end_back(self) -> None:
         if self._dx is None or self._d_a is None:
             return
         dx, d_gram = self._tall(self._dx), self._scale * (self._d_gram + self._d_gram.mT)
         if self._similarity == 'covariance':
-            self._add_product(dx, self._b, d_gram, dx)  # whose mean is zero for the same reason
+            self._add_product(dx, self._b, d_gram)  # whose mean is zero for the same reason
             return
         d_left, d_right = self._tall(self._d_a), self._tall(self._b @ d_gram)
         if self._transposed:

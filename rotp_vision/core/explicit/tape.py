@@ -11,7 +11,7 @@ of them. Time is passes over memory, so the tape knows what a pass need not be m
 
 Vectors are known up to a constant in each set: whatever a solver does with one ends in a softmax.
 
-Where values may be read (on CPU, and not in a trace), the maximum of every row of X, its peak, is taken off it. What
+Where values may be read (on CPU), the maximum of every row of X, its peak, is taken off it. What
 all entries of a row have in common would otherwise be rounded in every sum and every gradient. The feature vectors of a
 solver are then those of the shifted X; its docstring says where it has to add the peaks again.
 """
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     view: str  # what the plan sees of the features, see `view_of`
     similarity: str  # of the structural term; '' where there is none
     modules: list[list[Coefficient]]
-    eager: bool  # whether values may be read, which a trace cannot do and a GPU would wait for
+    eager: bool  # whether values may be read, for which a GPU would wait
     any_masked: bool  # whether some sample may be
 
 
@@ -104,7 +104,6 @@ class Plan:
 
     exponentials: Tensor  # (b, D, N), of the product of the priors (b, 1, N)
     weight: Tensor  # (b, D, 1) or (b, 1, N)
-    potential: Variable | None  # log marginal - LSE(logits + vector); none of the product of the priors
     reach: float  # a bound on its entries
     pulls: list[tuple[Tensor, Factor]] = field(default_factory=list)
 
@@ -174,7 +173,6 @@ class Tape:
         self._spread, self._spread_was_read = self._seen.spread, False  # of the rows of X, at most
         self._eager, self._scratch, self._needs = batch.eager, scratch, needs
         self.modules = batch.modules  # each with one coefficient of every kind
-        self.recording = needs is not None  # off, vectors are constants of what follows
         self._back: list[Callable[[], None]] = []
         wanted = needs or Needs(False, False, False, False)
         self._wants_slopes = wanted.coefficients
@@ -214,17 +212,16 @@ class Tape:
         _note_reads(terms)
         if first == 1.0 and isinstance(source, Variable):
             value = source.value
-            out = self._room(axis) if self.recording and source.read_again else self._scratch.over(value)
+            out = self._room(axis) if self._needs is not None and source.read_again else value
         else:
-            value = torch.mul(*_product(first, source), out=self._room(axis))
-            out = self._scratch.over(value)
+            out = value = torch.mul(*_product(first, source), out=self._room(axis))
         for factor, other in others:
             out = out if axis == BOTH else None
             if isinstance(other, Variable) and isinstance(factor, float):
                 value = torch.add(value, other.value, alpha=factor, out=out)
             else:
                 value = torch.addcmul(value, *_product(factor, other), out=out)
-            out = self._scratch.over(value)
+            out = value
         result = Variable(value, axis, sum(abs(_number(factor)) * other.reach for factor, other in terms))
 
         def back() -> None:
@@ -301,7 +298,7 @@ class Tape:
         if vector.axis == FEATURES:
             weight = self._fill(weight, 0.0)
         potential = Variable(log_marginal.value - sweep.log_sum(), 3 - vector.axis)
-        plan = Plan(sweep.exponentials, weight, potential, reach)
+        plan = Plan(sweep.exponentials, weight, reach)
 
         def back() -> None:
             grad, slope = self._weighted_pulls(plan, vector.axis)
@@ -335,7 +332,7 @@ class Tape:
     def prior_plan(self) -> Plan:
         """The product of the priors, zero on masked samples."""
         (p, p_reach), (q, q_reach) = self._marginals.values()
-        plan = Plan(self._fill(q, 0.0), p, None, p_reach * q_reach)
+        plan = Plan(self._fill(q, 0.0), p, p_reach * q_reach)
 
         def back() -> None:
             grad, by_feature = self._weighted_pulls(plan, SAMPLES)
@@ -349,24 +346,15 @@ class Tape:
         """Σ1 P Σ2 of a plan P of mass one, see `structural_force`; as a matrix of `Structure`."""
         structure = self._structure
         assert structure is not None
-        values, weight, projected = plan.exponentials, plan.weight, None
-        if plan.potential is None:
-            value = structure.push_product(weight, values)
-        else:
-            value, projected = structure.push(values, weight)
+        value, projected = structure.push(plan.exponentials, plan.weight)
         result = Variable(value, MIXING, self._force_reach)
 
         def back() -> None:
             if result.grad is None:
                 return
-            if projected is None:
-                d_log_p, d_log_q = structure.push_product_back(result.grad, weight, values)
-                self.log_p0.add_grad(d_log_p)
-                self.log_q0.add_grad(d_log_q)
-            else:
-                out = self._scratch.buffer()
-                structure.push_back(result.grad, values, weight, projected, out)
-                plan.pulls.append((out, 1.0))
+            out = self._scratch.take()
+            structure.push_back(result.grad, plan.exponentials, plan.weight, projected, out)
+            plan.pulls.append((out, 1.0))
 
         return self._record(result, back)
 
@@ -377,16 +365,16 @@ class Tape:
 
         With E = exp(logits - top) the sweep is top + log Σ_n E exp(vector), and along the features likewise. The sum
         is at least the entry of E where the vector is largest, so a bound on E is all that is needed. Reading it
-        synchronises a device other than the CPU, and a trace cannot branch on it: those do without.
+        synchronises a device other than the CPU: those do without.
         """
         limit = exponent_limit(self._x.dtype)
         if self._peak is None or (not logits.terms and not self._spread_within(limit / abs(logits.scale.number))):
             return
-        exponents = self._scratch.buffer()
+        exponents = self._scratch.take()
         torch.mul(self._x, self._exponent(logits.scale), out=exponents)
         top = None
         if logits.terms:
-            exponents = self._add_terms(exponents, logits)
+            self._add_terms(exponents, logits)
             hidden = exponents if self._masked is None else exponents.masked_fill(self._masked, -torch.inf)
             top = hidden.amax(SAMPLES, keepdim=True)
             exponents.sub_(top)
@@ -396,7 +384,6 @@ class Tape:
                 return
             top = top / self._scratch.unit
         twin = self._scratch.take(samples_last=True)
-        assert twin is not None
         store(exponents.exp2_(), twin)
         shared = logits.shared = _Shared(exponents, twin, top, [], [])
         if self._needs is not None:
@@ -405,7 +392,7 @@ class Tape:
     def _add_shared(self, shared: _Shared, logits: Logits) -> None:
         """Add up the gradients of all sweeps of the same logits."""
         if shared.left:
-            grad = self._scratch.buffer()
+            grad = self._scratch.take()
             torch.bmm(torch.cat(shared.right, 1).mT, torch.cat(shared.left, 2).mT, out=grad.mT)
             self._logits_back(grad.mul_(shared.exponentials), logits, in_stack=False)
 
@@ -433,25 +420,6 @@ class Tape:
         values = vector.value if shared.top is None else vector.value + shared.top
         return (values - values.amax(FEATURES, keepdim=True)).exp_(), None
 
-    def fixed_point(self, logits: Logits, before: Variable, between: Variable, after: Variable, rate: Tensor) -> None:
-        """Say that `after` = F(`before`) is where F ends, a step of Sinkhorn scaling by way of `between`.
-
-        The gradient of the end solves w = Jᵀ w + its own, where J = dF/d before = rate · softmax_dᵀ softmax_n has rows
-        that sum to rate < 1; going back through the one step with w in place of the gradient is all that is left.
-        """
-
-        def back() -> None:
-            if after.grad is None:
-                return
-            rows, columns = self._sweep(logits, before), self._sweep(logits, between)
-            softmax = rows.exponentials.div_(rows.total)
-            step = torch.bmm(columns.exponentials.mT, softmax) / columns.total.mT * rate  # (b, N, N)
-            system = torch.eye(step.shape[1], dtype=step.dtype, device=step.device) - step.mT
-            # Unlike `solve` it does not synchronise.
-            after.grad = torch.linalg.solve_ex(system, after.grad.mT).result.mT
-
-        self._record(after, back)
-
     # The end
 
     def pool(self, logits: Logits, vector: Variable) -> Tensor:
@@ -460,8 +428,7 @@ class Tape:
         shared = logits.shared
         if shared is None:
             sweep = self._sweep(logits, vector)
-            products = torch.mul(sweep.exponentials, features, out=self._scratch.over(sweep.exponentials))
-            pooled = products.sum(SAMPLES, keepdim=True) / sweep.total
+            pooled = sweep.exponentials.mul_(features).sum(SAMPLES, keepdim=True) / sweep.total
         else:
             weights, _ = self._shared_weights(shared, vector)
             products = torch.mul(shared.exponentials, features, out=self._scratch.take())
@@ -476,7 +443,7 @@ class Tape:
         None where not wanted. Those of coefficients are added to them.
         """
         assert self._needs is not None
-        spare = self._scratch.buffer()
+        spare = self._scratch.take()
         grad = self._seen.pooled(grad)
         sweep = self._sweep(logits, vector)
         separate = self._seen.averaged is not None
@@ -490,7 +457,7 @@ class Tape:
             balance_rows(sweep.grad, d_features, grad)
         self._dx: Tensor | None = None
         if self._needs.features:
-            self._dx = self._scratch.buffer().zero_() if separate else d_features
+            self._dx = self._scratch.take().zero_() if separate else d_features
         if self._structure is not None:
             self._structure.start_back(self._dx)
         self._sweep_back(sweep)
@@ -501,7 +468,7 @@ class Tape:
             self._structure.end_back()
         self._stack_back()
         if self._dx is not None:
-            self._dx = self._seen.back(self._dx, d_features, grad, mean * grad, self._scratch.buffer())
+            self._dx = self._seen.back(self._dx, d_features, grad, mean * grad, self._scratch.take())
         priors = self.log_p0, self.log_q0
         return [
             self._dx,
@@ -532,7 +499,7 @@ class Tape:
         return marginal, float(marginal.amax()) if self._eager else math.inf
 
     def _record(self, result: Recorded, back: Callable[[], None]) -> Recorded:
-        if self._needs is not None and self.recording:
+        if self._needs is not None:
             self._back.append(back)
         return result
 
@@ -545,7 +512,7 @@ class Tape:
         if self._last is not None and self._last.logits is logits and self._last.vector is vector:
             return self._last
         sweep = self._sweep(logits, vector)
-        if self._needs is not None and self.recording:
+        if self._needs is not None:
             self._back.append(lambda: self._sweep_back(sweep))
         return sweep
 
@@ -558,9 +525,7 @@ class Tape:
         self._last = _Sweep(logits, vector, in_stack, *self._exponentials(logits, vector, out))
         return self._last
 
-    def _exponentials(
-        self, logits: Logits, vector: Variable, out: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _exponentials(self, logits: Logits, vector: Variable, out: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """exp(logits + vector - top - a constant), their sum along the vector's axis, and top."""
         axis = vector.axis
         if logits.shared is not None:
@@ -581,7 +546,8 @@ class Tape:
             scale = logits.scale.along
         y = torch.addcmul(shifted if unit == 1.0 else shifted * unit, self._x, scale, out=out)
         masked = self._masked if axis == SAMPLES else None
-        y, total, top = exponentials(self._add_terms(y, logits), axis, self._scratch, exponents, masked)
+        self._add_terms(y, logits)
+        y, total, top = exponentials(y, axis, self._scratch, exponents, masked)
         return y, total, top if top is None or unit == 1.0 else top / unit
 
     def _exponent(self, coefficient: Coefficient) -> Tensor:
@@ -592,18 +558,17 @@ class Tape:
             coefficient.exponent = coefficient.value * self._scratch.unit
         return coefficient.exponent
 
-    def _add_terms(self, y: Tensor, logits: Logits) -> Tensor:
-        """y + Σ factor · matrix in the unit of exponents, over y."""
+    def _add_terms(self, y: Tensor, logits: Logits) -> None:
+        """Add Σ factor · matrix to y, in the unit of exponents."""
         unit = self._scratch.unit
         for factor, matrix in logits.terms:
             if matrix.axis == MIXING:
                 assert self._structure is not None
-                y = self._structure.act(y, matrix.value if unit == 1.0 else matrix.value * unit)
+                self._structure.act(y, matrix.value if unit == 1.0 else matrix.value * unit)
             elif isinstance(factor, Coefficient):
-                y = torch.addcmul(y, matrix.value, self._exponent(factor), out=self._scratch.over(y))
+                y.addcmul_(matrix.value, self._exponent(factor))
             else:
-                y = torch.add(y, matrix.value, alpha=factor * unit, out=self._scratch.over(y))
-        return y
+                y.add_(matrix.value, alpha=factor * unit)
 
     def _spread_within(self, limit: float) -> bool:
         """Whether the entries of X lie no further apart; read only where what is known does not tell."""

@@ -39,22 +39,20 @@ class Seen:
             self.spread = high - low
         self.x = self._rows(features, features is not given, low, scratch)
         if masked is not None and (eager or view == 'log'):
-            self.x = scratch.fill(self.x, masked, 0.0)
+            self.x.masked_fill_(masked, 0.0)
 
     def _rows(self, features: Tensor, ours: bool, low: float, scratch: Scratch) -> Tensor:
         """(b, D, N) X less the peaks; `ours` says whether the features may be overwritten."""
         scale, peak = self.scale, self.peak
         if self.averaged is None and scale is None and peak is None:
             return features
-        out = scratch.over(features) if ours and self.averaged is None else scratch.take()
+        out = features if ours and self.averaged is None else scratch.take()
         if self.averaged is not None:
             positive = features if low >= 0 else torch.clamp(features, min=0.0, out=out)
             if self.spread < _NO_OVERFLOW:  # log1p(x / floor), which torch makes faster, is the same but for a constant
-                positive, constant = torch.mul(positive, 1 / VIEW_FLOOR, out=out), math.log(VIEW_FLOOR)
-                x = torch.log1p(positive, out=scratch.over(positive))
+                x, constant = torch.mul(positive, 1 / VIEW_FLOOR, out=out).log1p_(), math.log(VIEW_FLOOR)
             else:
-                positive, constant = torch.add(positive, VIEW_FLOOR, out=out), 0.0
-                x = torch.log(positive, out=scratch.over(positive))
+                x, constant = torch.add(positive, VIEW_FLOOR, out=out).log_(), 0.0
             if peak is None:
                 return x
             self.peak = (peak.clamp_min(0.0) + VIEW_FLOOR).log()

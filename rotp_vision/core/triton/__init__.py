@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'  # then kernels run on C
 
 
 def _refuses(weights: StepWeights, solver: Solver) -> str | None:
-    if solver.coupled or solver.implicit or weights.structure is not None or weights.proximal is not None:
-        return 'knows no coupled marginals, structural or proximal term and no implicit gradients'
+    if solver.coupled or weights.structure is not None or weights.proximal is not None:
+        return 'knows no coupled marginals, structural or proximal term'
     return None
 
 

@@ -4,11 +4,9 @@ The tests of the engine and of views, imported here, run once more under the fix
 """
 
 import pytest
-import torch
 
-from rotp_vision.core import Solver
 from rotp_vision.core.explicit import scratch
-from tests.core.explicit.operators import assert_same, every_operator, every_view, leaves, results
+from tests.core.explicit.operators import assert_same, every_operator, every_view, leaves
 from tests.core.explicit.test_coupled import test_coupled_plans_whose_scale_is_below_zero  # noqa: F401
 from tests.core.explicit.test_tape import (  # noqa: F401
     test_any_number_of_modules,
@@ -39,15 +37,3 @@ def test_channels_last_in_chunks(operator, view, monkeypatch):
     tensors = leaves(operator, 7, 8, 6)
     tensors['x'] = tensors['x'].detach().mT.contiguous().mT.requires_grad_()
     assert_same(operator, tensors, view=view)
-
-
-@pytest.mark.parametrize('structure', [False, True])
-@pytest.mark.parametrize('proximal', [False, True])
-def test_implicit_gradients(structure, proximal, monkeypatch):
-    """The same as where values are looked at."""
-    operator = Solver('sinkhorn', num_inner=20, implicit=True), structure, proximal
-    tensors, mask = leaves(operator, 3, 8, 6, num_modules=2), torch.arange(6) < torch.tensor([[1], [4], [6]])
-    got = results(operator, tensors, 'torch', mask)
-    monkeypatch.setitem(scratch.CHUNK_ELEMENTS, 'cpu', 2**17)
-    for name, value in results(operator, tensors, 'torch', mask).items():
-        torch.testing.assert_close(got[name], value, rtol=1e-9, atol=1e-11, msg=name)

@@ -1,35 +1,32 @@
-"""Implicit gradients of Sinkhorn scaling."""
+"""The coefficients of Sinkhorn scaling."""
 
-import pytest
 import torch
 
-from rotp_vision.core import Solver
-from rotp_vision.core.explicit import scratch as scratch_module
-from rotp_vision.layers import PoolOptions
-from tests.core.explicit.operators import leaves, results
+from rotp_vision.core import StepWeights
+from rotp_vision.core.explicit.sinkhorn import _Kinds, sinkhorn_coefficients
 
 
-@pytest.mark.parametrize('structure', [False, True])
-@pytest.mark.parametrize('proximal', [False, True])
-@pytest.mark.parametrize('masked', [False, True])
-@pytest.mark.parametrize('spread', [1.0, 1e3])
-def test_implicit_gradients_are_those_of_a_converged_sinkhorn(structure, proximal, masked, spread, monkeypatch):
-    """At the fixed point unrolling gives the same, with exponentials shared or not (the spread)."""
-    monkeypatch.setitem(scratch_module.CHUNK_ELEMENTS, 'cpu', 8 * 6)
-    operator = Solver('sinkhorn', num_inner=200), structure, proximal
-    mask = torch.arange(6) < torch.tensor([[1], [4], [6]]) if masked else None
-    tensors = leaves(operator, 3, 8, 6, num_modules=2)
-    tensors['x'] = (spread * tensors['x'].detach()).requires_grad_()
-    expected = results(operator, tensors, 'torch', mask)
-    got = results((operator[0]._replace(implicit=True), structure, proximal), tensors, 'torch', mask)
-    for name, value in expected.items():
-        size = value.abs().max().clamp_min(1e-2)
-        assert ((got[name] - value).abs().max() / size).item() < 1e-9, name
+def weights(**others) -> StepWeights:
+    smoothness, feature_penalty, sample_penalty = torch.rand(3, 4, dtype=torch.float64).add(0.3).unbind()
+    return StepWeights(smoothness, feature_penalty, sample_penalty, **others)
 
 
-def test_implicit_gradients_are_for_sinkhorn():
-    operator = Solver('badmm-e', implicit=True), False, False
-    with pytest.raises(ValueError, match='implicit is for sinkhorn'):
-        results(operator, leaves(operator, 1, 6, 5), 'torch')
-    with pytest.raises(ValueError, match="implicit is an option of solver 'sinkhorn'"):
-        PoolOptions('badmm-q', implicit=True)
+def test_scale_is_what_x_is_multiplied_with_after_all_modules():
+    """A module adds X / α1' to τ / α1' of what there was: Σ_j (Π_{j < i ≤ k} τ_i / α1'_i) / α1'_j."""
+    given = weights(proximal=torch.rand(4, dtype=torch.float64))
+    kinds = _Kinds(*sinkhorn_coefficients(given))
+    total = given.smoothness + given.proximal
+    torch.testing.assert_close(kinds.keep, given.proximal / total)
+    for k in range(4):
+        terms = [kinds.keep[j + 1 : k + 1].prod() / total[j] for j in range(k + 1)]
+        torch.testing.assert_close(kinds.scale[k], torch.stack(terms).sum())
+    torch.testing.assert_close(kinds.feature_rate, given.feature_penalty / (total + given.feature_penalty))
+    torch.testing.assert_close(kinds.sample_rate, given.sample_penalty / (total + given.sample_penalty))
+
+
+def test_modules_that_the_last_does_not_see_are_left_out():
+    given = weights()
+    last = StepWeights(given.smoothness[-1:], given.feature_penalty[-1:], given.sample_penalty[-1:])
+    assert torch.equal(sinkhorn_coefficients(given), sinkhorn_coefficients(last))
+    structural = sinkhorn_coefficients(given._replace(structure=torch.ones(4, dtype=torch.float64)))
+    assert structural.shape == (6, 4)

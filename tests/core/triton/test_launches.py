@@ -81,7 +81,6 @@ WITHOUT_TRITON = {
     'coupled': lambda: GlobalROTPool2d({'solver': 'badmm-e', 'coupled': True, 'num_modules': 3}),
     'badmm-e with structure': lambda: GlobalROTPool2d({'solver': 'badmm-e', 'structure': 0.1, 'num_modules': 2}),
     'sinkhorn with structure': lambda: GlobalROTPool2d({'structure': 0.1, 'num_modules': 2}),
-    'implicit': lambda: GlobalROTPool2d({'implicit': True}),
     'log': VARIANTS['log'],
     'windows': VARIANTS['windows'],
 }

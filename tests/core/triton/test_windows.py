@@ -39,7 +39,6 @@ def test_needs_a_gpu():
         ('no coupled marginals, structural or proximal term', {'structure': 0.1}),
         ('no coupled marginals, structural or proximal term', {'solver': 'badmm-e', 'coupled': True}),
         ('no coupled marginals, structural or proximal term', {'solver': 'sinkhorn', 'num_modules': 2}),
-        ('no implicit gradients', {'solver': 'sinkhorn', 'implicit': True}),
     ],
 )
 def test_what_it_cannot_do(message, options, monkeypatch):
