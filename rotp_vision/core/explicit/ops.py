@@ -52,9 +52,11 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
             enlarge, parts, multiplies = chunk_size(similarity, *extra)
             size = ChunkSize(2 * enlarge, parts + (view == 'log'), multiplies)
             for sets, scratch in chunks(features, size, log_p0.dtype):
-                tape = Tape(batch, sets, scratch)
-                pooled[sets] = tape.pool(*run(tape, *extra)).squeeze(2)
+                pooled[sets] = pool(Tape(batch, sets, scratch), *extra)
         return pooled
+
+    def pool(tape: Tape, *extra) -> Tensor:  # a function of its own, so that the next chunk may have the tape's memory
+        return tape.pool(*run(tape, *extra)).squeeze(2)
 
     def run_backward(grad, features, log_p0, log_q0, coefficients, needs, view, similarity, *extra):
         total = make_gradients(grad, features, log_p0, log_q0, coefficients, needs)
@@ -66,6 +68,7 @@ def register(name: str, run: Run, options: str, chunk_size: Callable[..., ChunkS
                 for gradient, whole in zip(gradients, total, strict=False):
                     if gradient is not None:
                         store(gradient.view(gradient.shape[0], *whole.shape[1:]), whole[sets])
+                gradient = gradients = tape = None  # whose memory the next chunk may have
             if needs[-1]:
                 each = [coefficient.gradient() for module in batch.modules for coefficient in module]
                 total[-1].copy_(torch.stack(each).view_as(coefficients.t()).t())

@@ -95,7 +95,7 @@ def test_opcheck(operator, view):
     solver, structure, _ = operator
     name = {'sinkhorn': 'sinkhorn_pool'}.get(solver.name, 'coupled_badmm_pool' if solver.coupled else 'badmm_pool')
     quadratic, similarity = solver.name == 'badmm-q', solver.similarity if structure else ''
-    options = (2, False) if name == 'sinkhorn_pool' else (quadratic,)
+    options = (2,) if name == 'sinkhorn_pool' else (quadratic,)
     rows = {'sinkhorn_pool': 6, 'coupled_badmm_pool': 27, 'badmm_pool': 9}[name]
     x, log_p0, log_q0 = torch.randn(2, 6, 5), torch.randn(2, 6).log_softmax(1), torch.randn(2, 5).log_softmax(1)
     inputs = (x, log_p0, log_q0, torch.rand(rows, 2) + 0.5)
