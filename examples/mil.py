@@ -39,7 +39,7 @@ class BagClassifier(nn.Module):
 
 def main(argv: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--solver', default='badmm-e')
+    parser.add_argument('--solver', default='sinkhorn')
     parser.add_argument('--epochs', type=int, default=30)
     parser.add_argument('--bags', type=int, default=400)
     args = parser.parse_args(argv)
