@@ -31,8 +31,8 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
         >>> model = rotp_vision.freeze(model)
-        >>> [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        ['global_pool.weights.smoothness.beta', 'global_pool.weights.step.beta', 'global_pool.gain.beta']
+        >>> [name.split('.')[-2] for name, parameter in model.named_parameters() if parameter.requires_grad]
+        ['smoothness', 'feature_penalty', 'sample_penalty', 'gain']
     """
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
