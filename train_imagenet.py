@@ -540,8 +540,7 @@ def describe_places(run: Run, places: Places) -> str | None:
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
     """timm's optimizer. In stage 2 the parameters of ROT pools are in separate groups, marked `pooling`."""
     pools = rotp_vision.rot_pools(model)
-    fixed = {f'{path}.{name}' for path, pool in pools.items() for name in pool.no_weight_decay()}
-    fixed |= getattr(model, 'no_weight_decay', set)()
+    fixed = getattr(model, 'no_weight_decay', set)()
     groups: list[dict[str, Any]] = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=fixed)
     lr = settings.lr
     if isinstance(settings, PoolStageConfig):

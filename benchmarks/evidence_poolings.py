@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import rotp_vision
 from rotp_vision.calibration import Calibration
+from rotp_vision.core import log_norm
 from rotp_vision.layers import PoolOptions, ROTPool
-from rotp_vision.layers.parameters import log_norm
 from rotp_vision.surgery.views import Views
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
@@ -49,7 +49,7 @@ def rot(options: PoolOptions) -> Pool:
 
 def softmax(temperature: float) -> Pool:
     """Softmax pooling of x / rms: one module of Bregman ADMM."""
-    return rot(PoolOptions('badmm-e', num_modules=1, step=temperature, gain='off'))
+    return rot(PoolOptions('badmm-e', num_iters=1, step=temperature, gain='off'))
 
 
 _POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)

@@ -1,30 +1,27 @@
 """Launches and bytes of the pooling on a GPU that is not there, counted with tensors that have no values.
 
-    python -m benchmarks.launches
+    python -m benchmarks.launches              # at matmul precision 'highest'
+    python -m benchmarks.launches --precision high --detail sinkhorn
 
-Every operation on a fake tensor that is neither a view nor an allocation is one launch, which reads its inputs
-once and writes its outputs once; so is every launch of a Triton kernel, where overlapping windows are read once, as a
-cache would have it. An operation on the CPU, a mixture of devices or a look at a value is an error. Times are
+Every operation on a fake tensor that is neither a view nor an allocation is one launch, which reads its inputs once and
+writes its outputs once. An operation on the CPU, a mixture of devices or a look at a value is an error. Times are
 estimates: bytes at 80 % of a GPU's bandwidth, and nothing for the launches themselves and for exponentials.
 """
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.speed import GeM
 from benchmarks.tables import to_markdown
-from rotp_vision.core import solver
-from rotp_vision.core import triton as triton_room
-from rotp_vision.core.triton import check
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
 
 BANDWIDTH = {'H100': 3.35e12, 'A100': 2.0e12}  # bytes per second
@@ -52,7 +49,7 @@ class Count(NamedTuple):
 
 
 class Counter(TorchDispatchMode):
-    """Counts what happens while it is on; our own operators are taken apart."""
+    """Counts the operations that run while it is on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,9 +57,6 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, kwargs = func._schema.name, kwargs or {}
-        if name.startswith('rotp_vision::'):
-            with self:
-                return OPDEFS[name]._init_fn(*args, **kwargs)
         result = func(*args, **kwargs)
         operation = name.removeprefix('aten::')
         view = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
@@ -78,29 +72,6 @@ class Counter(TorchDispatchMode):
             self.launches.append((operation, sum(map(_bytes, {id(t): t for t in (*inputs, *outputs)}.values()))))
         return result
 
-    def kernel(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-        """In place of `tiles.launch`."""
-        given = dict(zip(kernel.arg_names, arguments, strict=False))
-        end = constants.get('LAST', constants.get('FIRST', True))
-        unused = set() if end else {'pooled', 'd_features', 'd_log_p0', 'slopes'}
-        unused |= (
-            set() if constants.get('NEED_FEATURES', constants.get('NEED_X', True)) else {'d_features', 'd_windows'}
-        )
-        total = 0
-        for name, value in given.items():
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor) and name not in unused:
-                    total += _bytes(tensor) // self._slices(kernel.__name__, name, tensor, end)
-        self.launches.append((kernel.__name__, total))
-
-    def _slices(self, kernel: str, name: str, tensor: Tensor, end: bool) -> int:
-        """Of how many equal parts of a vector a launch touches one."""
-        if name == 'parts':  # (launches, …): what the launch before left, and its own
-            return max(1, tensor.shape[0] // 2)
-        if name == 'saved_r' and kernel.startswith('sinkhorn') and not (end and 'backward' in kernel):
-            return tensor.shape[1]  # (B, launches, D): that of its own step
-        return 1
-
 
 def _bytes(tensor: Tensor) -> int:
     """What is in memory of it: an expanded axis is there once."""
@@ -110,112 +81,58 @@ def _bytes(tensor: Tensor) -> int:
     return values * tensor.element_size()
 
 
-@contextlib.contextmanager
-def pretended(counter: Counter, backend: str) -> Iterator[None]:
-    """Kernels that are trusted and only counted; or no Triton at all."""
-    with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        if backend == 'triton':
-            from rotp_vision.core.triton import tiles
-
-            enter(mock.patch.object(tiles, 'launch', counter.kernel))
-            enter(mock.patch.object(tiles, 'on_device', return_value=contextlib.nullcontext()))
-            enter(mock.patch('rotp_vision.core.triton.windows.on_device', return_value=contextlib.nullcontext()))
-        enter(mock.patch.object(triton_room, 'INSTALLED', backend == 'triton'))
-        enter(mock.patch.object(triton_room, 'INTERPRETED', True))
-        enter(mock.patch.object(solver, 'on_gpu', return_value=True))
-        enter(mock.patch.object(torch, 'autocast', return_value=contextlib.nullcontext()))
-        enter(mock.patch.object(check, 'is_traced', return_value=False))
-        enter(mock.patch.object(check, 'trusted', return_value=True))
-        yield
-
-
 def count(
-    make: Callable[[], nn.Module],
-    shape: Sequence[int],
-    *,
-    backend: str = 'triton',
-    dtype: torch.dtype = torch.float32,
-    channels_last: bool = True,
-    frozen: bool = False,
-    counter: Counter | None = None,
+    make: Callable[[], nn.Module], shape: Sequence[int], *, channels_last: bool = True
 ) -> tuple[Count, list[tuple[str, int]]]:
-    """Of forward and backward of a layer on a map, with 'auto' where Triton is there, or is not ('torch').
-
-    Args:
-        make: makes the layer.
-        shape: of the map.
-        backend: 'triton' or 'torch'.
-        dtype: of the map.
-        channels_last: memory format of the map.
-        frozen: whether the map needs no gradient.
-        counter: what counts; a new one if None.
-
-    Returns:
-        The count, and what was launched, with its bytes.
-    """
-    with FakeTensorMode():
+    """Launches and bytes of forward and backward of a layer, every parameter and the map requiring gradients."""
+    counter = Counter()
+    # The lazy device knows neither autocast nor recomputation.
+    without_autocast = mock.patch.object(torch, 'autocast', return_value=contextlib.nullcontext())
+    with FakeTensorMode(), without_autocast, mock.patch.object(torch, 'lazy', torch.cpu, create=True):
         with torch.device(DEVICE):
-            pool = make()
-        memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        x = torch.empty(shape, dtype=dtype, device=DEVICE, memory_format=memory_format).requires_grad_(not frozen)
-        counter = counter or Counter()
-        with pretended(counter, backend), counter:
-            out = pool(x)
-            inputs = [*([] if frozen else [x]), *pool.parameters()]
-            torch.autograd.grad(out, inputs, torch.empty_like(out))
-    launches = counter.launches
-    return Count(len(launches), sum(size for _, size in launches)), launches
+            layer = make()
+        layout = torch.channels_last if channels_last else torch.contiguous_format
+        maps = torch.empty(*shape, device=DEVICE).to(memory_format=layout).requires_grad_()
+        with counter:
+            pooled = layer(maps)
+            torch.autograd.grad(pooled, [maps, *layer.parameters()], torch.empty_like(pooled), allow_unused=True)
+    return Count(len(counter.launches), sum(size for _, size in counter.launches)), counter.launches
 
 
-class GeM(nn.Module):
-    """Generalized mean as timm users write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.power = nn.Parameter(torch.ones(()) * 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.clamp(min=1e-6).pow(self.power).mean((2, 3)).pow(1 / self.power)
-
-
-def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], str]]:
-    """Rows of the table: layer, map, backend."""
-    rows: dict[str, tuple[Callable[[], nn.Module], Sequence[int], str]] = {
-        'average': (lambda: nn.AdaptiveAvgPool2d(1), GLOBAL, 'torch'),
-        'GeM': (GeM, GLOBAL, 'torch'),
+def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]]:
+    """Layers, the shape of their map, and whether it is channels_last."""
+    rows: dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]] = {
+        'average': (lambda: nn.AdaptiveAvgPool2d(1), GLOBAL, True),
+        'GeM': (GeM, GLOBAL, True),
+        'the default': (GlobalROTPool2d, GLOBAL, True),
+        'the default, contiguous map': (GlobalROTPool2d, GLOBAL, False),
+        'the default with a norm prior': (lambda: GlobalROTPool2d({'prior': 'norm'}), GLOBAL, True),
     }
-    for backend in ('triton', 'torch'):
-        for name in ('sinkhorn', 'badmm-e', 'badmm-q'):
-            rows[f'{name}, {backend}'] = (lambda name=name: GlobalROTPool2d(name), GLOBAL, backend)
-    for name, options in (
-        ('badmm-e coupled', {'solver': 'badmm-e', 'coupled': True}),
-        ('badmm-e with structure', {'solver': 'badmm-e', 'structure': 0.1}),
-    ):
-        rows[f'{name}, torch'] = (lambda options=options: GlobalROTPool2d(options), GLOBAL, 'torch')
-    rows['stem 3×3/2: max pooling'] = (lambda: nn.MaxPool2d(**WINDOWS), STEM, 'torch')
+    for name, options in {
+        'the default, raw features': {'feature_scale': 'raw'},
+        'badmm-e': {'solver': 'badmm-e'},
+        'badmm-q': {'solver': 'badmm-q'},
+        'badmm-e-coupled': {'solver': 'badmm-e-coupled'},
+        'badmm-e with structure': {'solver': 'badmm-e', 'structure': 0.1},
+    }.items():
+        rows[name] = (lambda options=options: GlobalROTPool2d(options), GLOBAL, True)
+    rows['stem 3×3/2: max pooling'] = (lambda: nn.MaxPool2d(**WINDOWS), STEM, True)
     for name in ('sinkhorn', 'badmm-e'):
-        rows[f'stem 3×3/2: {name}, triton'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, 'triton')
-    rows['5×5/2: sinkhorn, triton on windows cut out'] = (
-        lambda: LocalROTPool2d(kernel_size=5, stride=2, padding=2), STEM, 'triton',
-    )  # fmt: skip
-    rows['stem 3×3/2: sinkhorn with a norm prior, triton on windows cut out'] = (
-        lambda: LocalROTPool2d({'prior': 'norm'}, **WINDOWS), STEM, 'triton',
-    )  # fmt: skip
-    for name in ('sinkhorn', 'badmm-e'):
-        rows[f'stem 3×3/2: {name}, torch'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, 'torch')
+        rows[f'stem 3×3/2: {name}'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--precision', choices=['highest', 'high'], default='highest', help='of float32 products')
     parser.add_argument('--detail', help='a row of the table, of which every launch is printed')
     args = parser.parse_args()
+    torch.set_float32_matmul_precision(args.precision)
     lines = []
-    for name, (make, shape, backend) in cases().items():
+    for name, (make, shape, channels_last) in cases().items():
         if args.detail not in (None, name):
             continue
-        counted, launches = count(make, shape, backend=backend)
+        counted, launches = count(make, shape, channels_last=channels_last)
         if args.detail:
             print('\n'.join(f'{operation} {size:,}' for operation, size in launches))
         times = [counted.milliseconds(gpu) for gpu in BANDWIDTH]

@@ -61,8 +61,8 @@ def convergence(results: Results, **sizes: int):
     results.table(
         'convergence',
         rows,
-        expectation=pivot(rows, ['solver'], 'modules', '⟨−X, P⟩'),
-        objective=pivot(rows, ['solver'], 'modules', 'objective'),
+        expectation=pivot(rows, ['solver'], 'iterations', '⟨−X, P⟩'),
+        objective=pivot(rows, ['solver'], 'iterations', 'objective'),
     )
     results.figure('convergence', paper_figures.convergence(rows))
 
@@ -92,8 +92,8 @@ def precision(results: Results, **sizes: int):
     results.figure('precision', paper_figures.precision(plans))
 
 
-def runtime(results: Results, repeats: int = 20, module_counts=(5, 10, 20, 50), sample_counts=(50, 200, 800)):
-    rows = paper_analyses.runtime(repeats, module_counts, sample_counts)
+def runtime(results: Results, repeats: int = 20, iteration_counts=(5, 10, 20, 50), sample_counts=(50, 200, 800)):
+    rows = paper_analyses.runtime(repeats, iteration_counts, sample_counts)
     panels = {
         f'{"structure" if structure else "plain"}_{against}': pivot(
             [row for row in rows if row['α0'] == structure and row['against'] == against],
@@ -108,17 +108,17 @@ def runtime(results: Results, repeats: int = 20, module_counts=(5, 10, 20, 50), 
     results.figure('runtime', paper_figures.runtime(rows))
 
 
-def differences(results: Results, most_modules: int = 4096):
-    updates, duals = paper_analyses.sinkhorn_update(), paper_analyses.dual_steps(most_modules)
+def differences(results: Results, most_iters: int = 4096):
+    updates, duals = paper_analyses.sinkhorn_update(), paper_analyses.dual_steps(most_iters)
     scales = paper_analyses.channel_scale()
     results.table('sinkhorn_update', updates, excess=pivot(updates, ['update'], 'steps', 'objective − optimum'))
-    results.table('dual_steps', duals, excess=pivot(duals, ['variant'], 'modules', 'relative excess'))
+    results.table('dual_steps', duals, excess=pivot(duals, ['variant'], 'iterations', 'relative excess'))
     results.table('structural_factor', paper_analyses.structural_factor())
     results.table(
         'scale',
         scales,
-        samples=pivot(scales, ['view'], 'scale', 'effective samples'),
-        inflation=pivot(scales, ['view'], 'scale', 'output / mean'),
+        samples=pivot(scales, ['feature scale'], 'scale', 'effective samples'),
+        inflation=pivot(scales, ['feature scale'], 'scale', 'output / mean'),
     )
     results.figure('differences', paper_figures.differences(updates, duals, scales))
 

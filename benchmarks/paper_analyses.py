@@ -3,37 +3,28 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.paper_published import linear_dual_trail, published_sinkhorn
-from rotp_vision.core import (
-    ROTProblem,
-    Solver,
-    badmm,
-    objective,
-    pool,
-    rot_problem,
-    sinkhorn,
-    solve,
-    step_weights,
-    structural_force,
-)
+from rotp_vision.core import ROTProblem, average, make_solver, objective, rot_problem, solve, structural_force
 from rotp_vision.layers import ROTSetPool
 
 Rows = list[dict[str, Any]]
 
 PUBLISHED_SINKHORN = 'Sinkhorn, as printed'
 SOLVERS = {
-    'Sinkhorn': Solver('sinkhorn'),
-    'BADMM-E': Solver('badmm-e'),
-    'BADMM-Q': Solver('badmm-q'),
-    'coupled BADMM-E': Solver('badmm-e', coupled=True),
-    'coupled BADMM-Q': Solver('badmm-q', coupled=True),
+    'Sinkhorn': 'sinkhorn',
+    'BADMM-E': 'badmm-e',
+    'BADMM-Q': 'badmm-q',
+    'coupled BADMM-E': 'badmm-e-coupled',
+    'coupled BADMM-Q': 'badmm-q-coupled',
 }
+# Iterations that a solver needs at least, as powers of two; fewer than three leave coupled penalties without effect.
+LEAST = {'coupled BADMM-E': 4, 'coupled BADMM-Q': 4}
 # softplus(0), where the published code starts every weight.
 PAPER_START = 0.6931471805599453
 
@@ -48,26 +39,31 @@ def plan_of(
     alpha: tuple[float, float, float],
     *,
     rho: float,
-    num_modules: int,
+    num_iters: int,
     structure: float = 0.0,
     proximal: float | None = 0.1,
 ) -> Tensor:
-    """(B, D, N) log plan of the named solver for α = (α1, α2, α3), after `num_modules` Bregman ADMM modules.
+    """(B, D, N) log plan of the named solver for α = (α1, α2, α3), after `num_iters` iterations.
 
-    Sinkhorn, as printed and ours, gets one module of as many steps; with a structural term, which needs the outer
-    loop, a quarter as many modules of four steps, with τ = `proximal`.
+    With a structural term Sinkhorn needs outer steps: a quarter as many, of four iterations, with τ = `proximal`.
     """
     weights = dict(zip(('smoothness', 'feature_penalty', 'sample_penalty'), alpha, strict=True))
-    outer, num_inner = (max(num_modules // 4, 1), 4) if structure else (1, num_modules)
-    proximal = proximal if structure else None
+    outer, inner = (max(num_iters // 4, 1), 4) if structure else (1, num_iters)
     if name == PUBLISHED_SINKHORN:
-        return published_sinkhorn(problem, outer, num_inner, structure=structure, proximal=proximal or 0.0, **weights)
-    dtype = problem.features.dtype
+        tau = (proximal or 0.0) if structure else 0.0
+        return published_sinkhorn(problem, outer, inner, structure=structure, proximal=tau, **weights)
+    weights['structure'] = structure
     if name == 'Sinkhorn':
-        steps = step_weights(outer, structure=structure, proximal=proximal, dtype=dtype, **weights)
-        return sinkhorn(problem, steps, num_inner)
-    steps = step_weights(num_modules, structure=structure, step=rho, dtype=dtype, **weights)
-    return solve(problem, steps, SOLVERS[name])
+        weights['proximal'] = (proximal or 1e-30) if structure else None
+        return log_plan_of(name, problem, weights, num_iters=inner, num_outer=outer)
+    return log_plan_of(name, problem, weights | {'step': rho}, num_iters=num_iters)
+
+
+def log_plan_of(name: str, problem: ROTProblem, weights: Mapping[str, float | None], **options: Any) -> Tensor:
+    """(B, D, N) log plan of the named solver; weights that are None or zero are left out."""
+    given = {key: torch.tensor([value], dtype=problem.features.dtype) for key, value in weights.items() if value}
+    solver = make_solver(SOLVERS[name], structure='structure' in given, **options)
+    return solve(problem, given, solver)
 
 
 def objective_of(problem: ROTProblem, log_plan: Tensor, alpha: tuple[float, float, float], name: str = '') -> Tensor:
@@ -82,34 +78,34 @@ def objective_of(problem: ROTProblem, log_plan: Tensor, alpha: tuple[float, floa
     )
 
 
-def convergence(num_sets: int = 50, num_features: int = 100, num_samples: int = 500, most_modules: int = 32) -> Rows:
+def convergence(num_sets: int = 50, num_features: int = 100, num_samples: int = 500, most_iters: int = 32) -> Rows:
     """<-X, P> and objective, mean over the sets, against the number of modules; every weight at softplus(0)."""
     problem = rot_problem(random(num_sets, num_features, num_samples))
     alpha = (PAPER_START,) * 3
     rows = []
     for name in (PUBLISHED_SINKHORN, *SOLVERS):
-        num_modules = 1
-        while num_modules <= most_modules:
-            log_plan = plan_of(name, problem, alpha, rho=PAPER_START, num_modules=num_modules)
+        num_iters = LEAST.get(name, 1)
+        while num_iters <= most_iters:
+            log_plan = plan_of(name, problem, alpha, rho=PAPER_START, num_iters=num_iters)
             rows.append(
                 {
                     'solver': name,
-                    'modules': num_modules,
+                    'iterations': num_iters,
                     '⟨−X, P⟩': -(problem.features * log_plan.exp()).sum((1, 2)).mean().item(),
                     'objective': objective_of(problem, log_plan, alpha, name).mean().item(),
                     'mass': log_plan.exp().sum((1, 2)).mean().item(),
                 }
             )
-            num_modules *= 2
+            num_iters *= 2
     return rows
 
 
-def stability(exponents: Sequence[int] = range(-5, 5), num_modules: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
+def stability(exponents: Sequence[int] = range(-5, 5), num_iters: int = 16) -> tuple[Rows, dict[tuple, Tensor]]:
     """Counts over the grid α1 × (α2 = α3) in float32, and the masses behind them, by (solver, α0)."""
     problem = rot_problem(random(1, 5, 10))
     rows, masses = [], {}
     for name, structure in itertools.product((PUBLISHED_SINKHORN, *SOLVERS), (0.0, 0.1)):
-        mass = _masses(name, problem, exponents, num_modules=num_modules, structure=structure)
+        mass = _masses(name, problem, exponents, num_iters=num_iters, structure=structure)
         masses[name, structure] = mass
         rows.append({'solver': name, 'α0': structure} | _counts(mass))
     return rows, masses
@@ -124,7 +120,7 @@ def stability_settings(exponents: Sequence[int] = range(-5, 5), seeds: Sequence[
             name,
             rot_problem(random(1, 5, 10, seed=seed)),
             exponents,
-            num_modules=steps,
+            num_iters=steps,
             structure=structure,
             proximal=tau,
         )
@@ -155,7 +151,7 @@ LIMITS = {
 }
 
 
-def precision(num_modules: int = 16, rho: float | None = None) -> tuple[Rows, dict[tuple, Tensor]]:
+def precision(num_iters: int = 16, rho: float | None = None) -> tuple[Rows, dict[tuple, Tensor]]:
     """Errors ‖P − P_true‖₁ of the plan and max |f − f_true| of the pooled features, and the plans; ρ = α1 if None.
 
     The truth is mean, max or attention pooling. Plans are keyed by (pooling, setting, solver), the truth by
@@ -177,7 +173,7 @@ def precision(num_modules: int = 16, rho: float | None = None) -> tuple[Rows, di
         for setting, alpha in settings.items():
             plans[pooling, setting, 'truth'] = truth
             for name in (PUBLISHED_SINKHORN, *SOLVERS):
-                log_plan = plan_of(name, problem, alpha, rho=rho or alpha[0], num_modules=num_modules)
+                log_plan = plan_of(name, problem, alpha, rho=rho or alpha[0], num_iters=num_iters)
                 plans[pooling, setting, name] = log_plan[0].exp()
                 rows.append(
                     {
@@ -185,7 +181,7 @@ def precision(num_modules: int = 16, rho: float | None = None) -> tuple[Rows, di
                         'setting': setting,
                         'solver': name,
                         'plan error': (log_plan[0].exp() - truth).abs().sum().item(),
-                        'pooled error': (pool(x, log_plan)[0] - expected).abs().max().item(),
+                        'pooled error': (average(x, log_plan)[0] - expected).abs().max().item(),
                     }
                 )
     return rows, plans
@@ -194,14 +190,14 @@ def precision(num_modules: int = 16, rho: float | None = None) -> tuple[Rows, di
 def precision_settings() -> Rows:
     """The same errors of the Bregman ADMM solvers under the paper's weights, for other ρ and T."""
     return [
-        {'solver': row['solver'], 'T': num_modules, 'ρ': rho or 'α1'} | row
-        for num_modules, rho in itertools.product((4, 16), (None, 1.0))
-        for row in precision(num_modules, rho)[0]
+        {'solver': row['solver'], 'T': num_iters, 'ρ': rho or 'α1'} | row
+        for num_iters, rho in itertools.product((4, 16), (None, 1.0))
+        for row in precision(num_iters, rho)[0]
         if 'BADMM' in row['solver'] and row['setting'] == 'paper'
     ]
 
 
-def runtime(repeats: int = 20, module_counts: Sequence[int] = (5, 10, 20, 50), sample_counts=(50, 200, 800)) -> Rows:
+def runtime(repeats: int = 20, iteration_counts: Sequence[int] = (5, 10, 20, 50), sample_counts=(50, 200, 800)) -> Rows:
     """Median CPU time of a forward pass on one thread over that of BADMM-E at the panel's first point; D = 5, K = 5.
 
     The panels are the paper's: against T at N = 50 and against N at T = 50, with and without the structural term;
@@ -213,13 +209,13 @@ def runtime(repeats: int = 20, module_counts: Sequence[int] = (5, 10, 20, 50), s
     try:
         for structure in (0.1, 0.0):
             for against, points in (
-                ('T', [(t, 50) for t in module_counts]),
-                ('N', [(module_counts[-1], n) for n in sample_counts]),
+                ('T', [(t, 50) for t in iteration_counts]),
+                ('N', [(iteration_counts[-1], n) for n in sample_counts]),
             ):
                 calls = {}
-                for (num_modules, num_samples), name in itertools.product(points, RUNTIME_SOLVERS):
-                    call = _forward(name, num_modules, num_samples, structure)
-                    calls[name, num_modules if against == 'T' else num_samples] = call
+                for (num_iters, num_samples), name in itertools.product(points, RUNTIME_SOLVERS):
+                    call = _forward(name, num_iters, num_samples, structure)
+                    calls[name, num_iters if against == 'T' else num_samples] = call
                 medians = _medians(calls, repeats)
                 unit = medians['BADMM-E', points[0][0] if against == 'T' else points[0][1]]
                 for (name, value), median in medians.items():
@@ -240,15 +236,14 @@ def runtime(repeats: int = 20, module_counts: Sequence[int] = (5, 10, 20, 50), s
 RUNTIME_SOLVERS = ('Sinkhorn', 'BADMM-E', 'BADMM-Q', 'coupled BADMM-E')
 
 
-def _forward(name: str, num_modules: int, num_samples: int, structure: float) -> Callable[[], Tensor]:
+def _forward(name: str, num_iters: int, num_samples: int, structure: float) -> Callable[[], Tensor]:
     problem = rot_problem(random(1, 5, num_samples))
     weights = {'smoothness': 1.0, 'feature_penalty': 1.0, 'sample_penalty': 1.0, 'structure': structure}
     if name == 'Sinkhorn':
-        num_modules, num_inner = (num_modules, 5) if structure else (1, num_modules)
-        steps = step_weights(num_modules, proximal=1.0 if structure else None, **weights)
-        return lambda: sinkhorn(problem, steps, num_inner)
-    steps = step_weights(num_modules, step=1.0, **weights)
-    return lambda: solve(problem, steps, SOLVERS[name])
+        weights['proximal'] = 1.0 if structure else 0.0
+        options = {'num_iters': 5, 'num_outer': num_iters} if structure else {'num_iters': num_iters}
+        return lambda: log_plan_of(name, problem, weights, **options)
+    return lambda: log_plan_of(name, problem, weights | {'step': 1.0}, num_iters=num_iters)
 
 
 def _medians(calls: dict[tuple[str, int], Callable[[], Tensor]], repeats: int) -> dict[tuple[str, int], float]:
@@ -270,7 +265,7 @@ def _medians(calls: dict[tuple[str, int], Callable[[], Tensor]], repeats: int) -
 def _small_problem() -> tuple[ROTProblem, tuple[float, float, float], Tensor]:
     """D = 64, N = 49 in float64, α = (0.3, 0.5, 0.5), and the optimal objective."""
     problem, alpha = rot_problem(random(2, 64, 49, dtype=torch.float64)), (0.3, 0.5, 0.5)
-    optimum = objective_of(problem, plan_of('Sinkhorn', problem, alpha, rho=1.0, num_modules=400), alpha)
+    optimum = objective_of(problem, plan_of('Sinkhorn', problem, alpha, rho=1.0, num_iters=400), alpha)
     return problem, alpha, optimum
 
 
@@ -279,7 +274,7 @@ def sinkhorn_update(counts: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> Rows:
     problem, alpha, optimum = _small_problem()
     rows = []
     for count, name in itertools.product(counts, (PUBLISHED_SINKHORN, 'Sinkhorn')):
-        log_plan = plan_of(name, problem, alpha, rho=1.0, num_modules=count)
+        log_plan = plan_of(name, problem, alpha, rho=1.0, num_iters=count)
         rows.append(
             {
                 'update': name,
@@ -291,24 +286,25 @@ def sinkhorn_update(counts: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> Rows:
     return rows
 
 
-def dual_steps(most_modules: int = 4096) -> Rows:
+def dual_steps(most_iters: int = 4096) -> Rows:
     """Relative excess over the optimal objective against modules, ρ = 1: published and coupled with both dual steps."""
     problem, alpha, optimum = _small_problem()
     weights = {'smoothness': alpha[0], 'feature_penalty': alpha[1], 'sample_penalty': alpha[2]}
-    linear = linear_dual_trail(problem, most_modules, step=1.0, **weights)
+    linear = linear_dual_trail(problem, most_iters, step=1.0, **weights)
     rows = []
     count = 1
-    while count <= most_modules:
+    while count <= most_iters:
         objectives = {'coupled, Z += ρ (P − S)': linear[count - 1]}
         # The other two stand still long before.
         if count <= 256:
-            steps = step_weights(count, step=1.0, dtype=torch.float64, **weights)
-            log_plan = badmm(problem, steps, coupled=True)
-            objectives['coupled, Z += ρ (log P − log S)'] = objective_of(problem, log_plan, alpha)
-            objectives['published'] = objective_of(problem, badmm(problem, steps), alpha)
+            both = {'coupled, Z += ρ (log P − log S)': 'coupled BADMM-E', 'published': 'BADMM-E'}
+            for variant, name in both.items():
+                if count >= LEAST.get(name, 1):
+                    log_plan = plan_of(name, problem, alpha, rho=1.0, num_iters=count)
+                    objectives[variant] = objective_of(problem, log_plan, alpha)
         for name, value in objectives.items():
             excess = ((value - optimum) / optimum.abs()).max().item()
-            rows.append({'variant': name, 'modules': count, 'relative excess': excess})
+            rows.append({'variant': name, 'iterations': count, 'relative excess': excess})
         count *= 2
     return rows
 
@@ -317,16 +313,9 @@ def structural_factor() -> Rows:
     """How far the slope of the objective at Sinkhorn's fixed point is from constant, with either structural force."""
     problem = rot_problem(random(1, 4, 5, dtype=torch.float64))
     alpha1, alpha2, alpha3, alpha0 = 0.5, 0.6, 0.4, 0.3
-    steps = step_weights(
-        300,
-        smoothness=alpha1,
-        feature_penalty=alpha2,
-        sample_penalty=alpha3,
-        structure=alpha0,
-        proximal=0.5,
-        dtype=torch.float64,
-    )
-    plan = sinkhorn(problem, steps, 20).exp()
+    weights = {'smoothness': alpha1, 'feature_penalty': alpha2, 'sample_penalty': alpha3}
+    weights |= {'structure': alpha0, 'proximal': 0.5}
+    plan = log_plan_of('Sinkhorn', problem, weights, num_iters=20, num_outer=300).exp()
     convex = plan.clone().requires_grad_()
     (slope,) = torch.autograd.grad(objective_of(problem, convex.log(), (alpha1, alpha2, alpha3)).sum(), convex)
     force = structural_force(problem, plan)
@@ -352,9 +341,9 @@ def channel_scale(scales: Sequence[float] = (0.01, 0.1, 1.0, 10.0, 100.0)) -> Ro
     base = random(64, 49, dtype=torch.float64).clamp(min=0)
     x = torch.stack([scale * base for scale in scales])  # (B, D, N), a set per scale
     rows = []
-    for view in ('identity', 'rms', 'log'):
-        options = {'solver': 'sinkhorn', 'view': view, 'smoothness': 4.0, 'feature_penalty': 1.0, 'sample_penalty': 1.0}
-        layer = ROTSetPool(options).double()
+    weights = {'smoothness': 4.0, 'feature_penalty': 1.0, 'sample_penalty': 1.0}
+    for feature_scale in ('raw', 'rms', 'log'):
+        layer = ROTSetPool({'feature_scale': feature_scale, **weights}).double()
         with torch.inference_mode():
             share = layer.solve_sets(x).softmax(2)
             inflation = layer.pool_sets(x) / x.mean(2)
@@ -362,7 +351,7 @@ def channel_scale(scales: Sequence[float] = (0.01, 0.1, 1.0, 10.0, 100.0)) -> Ro
         for i, scale in enumerate(scales):
             rows.append(
                 {
-                    'view': view,
+                    'feature scale': feature_scale,
                     'scale': scale,
                     'effective samples': effective[i].mean().item(),
                     'output / mean': inflation[i].mean().item(),

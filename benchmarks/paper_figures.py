@@ -23,20 +23,20 @@ STYLES = {
 
 
 def convergence(rows: Sequence[Row]) -> Figure:
-    """Three panels against modules: <-X, P>, the entropic objective and the quadratic one."""
+    """Three panels against iterations: <-X, P>, the entropic objective and the quadratic one."""
     figure = Figure(figsize=(11, 3.6), layout='constrained')
     panels = figure.subplots(1, 3)
     for name in SOLVERS:
         quadratic = name.endswith('Q')
         line = [row for row in rows if row['solver'] == name]
-        modules = [row['modules'] for row in line]
-        panels[0].plot(modules, [row['⟨−X, P⟩'] for row in line], label=name, **STYLES[name], markersize=5)
+        iterations = [row['iterations'] for row in line]
+        panels[0].plot(iterations, [row['⟨−X, P⟩'] for row in line], label=name, **STYLES[name], markersize=5)
         panels[1 + quadratic].plot(
-            modules, [row['objective'] for row in line], label=name, **STYLES[name], markersize=5
+            iterations, [row['objective'] for row in line], label=name, **STYLES[name], markersize=5
         )
     titles = ('⟨−X, P⟩', 'objective, entropic', 'objective, quadratic')
     for axes, title in zip(panels, titles, strict=True):
-        axes.set(title=title, xlabel='modules T (Sinkhorn: steps K)')
+        axes.set(title=title, xlabel='iterations')
         _powers_of_two(axes, rows)
     figure.legend(*panels[0].get_legend_handles_labels(), loc='outside lower center', ncols=5, frameon=False)
     return figure
@@ -100,7 +100,7 @@ def runtime(rows: Sequence[Row]) -> Figure:
                 points = [row for row in panel if row['solver'] == name]
                 values, times = [row['value'] for row in points], [row['relative time'] for row in points]
                 axes.plot(values, times, label=name, **STYLES[name])
-            what = 'modules T (Sinkhorn without structure: steps)' if against == 'T' else 'samples N'
+            what = 'iterations' if against == 'T' else 'samples N'
             term = 'with' if structure else 'without'
             axes.set(title=f'{term} structural term, against {against}', xlabel=what, ylabel='relative time')
             axes.set_ylim(bottom=0)
@@ -124,12 +124,12 @@ def differences(updates: Sequence[Row], duals: Sequence[Row], scales: Sequence[R
     for name, style in zip(variants, styles, strict=True):
         line = [row for row in duals if row['variant'] == name]
         values = [max(row['relative excess'], floor) for row in line]
-        dual.plot([row['modules'] for row in line], values, label=name, **style)
-    dual.set(title='2. BADMM-E and its dual step', xlabel='modules T', yscale='log')
+        dual.plot([row['iterations'] for row in line], values, label=name, **style)
+    dual.set(title='2. BADMM-E and its dual step', xlabel='iterations', yscale='log')
     dual.set_ylabel('objective, relative excess')
     dual.set_xscale('log', base=4)
-    for name, style in zip(('identity', 'rms', 'log'), styles, strict=True):
-        line = [row for row in scales if row['view'] == name]
+    for name, style in zip(('raw', 'rms', 'log'), styles, strict=True):
+        line = [row for row in scales if row['feature scale'] == name]
         scale.plot([row['scale'] for row in line], [row['effective samples'] for row in line], label=name, **style)
     scale.set(title='4. What the plan sees', xlabel='scale of the features', ylabel='effective samples (of 49)')
     scale.set(xscale='log', ylim=(0, 52))
@@ -140,7 +140,7 @@ def differences(updates: Sequence[Row], duals: Sequence[Row], scales: Sequence[R
 
 
 def _powers_of_two(axes: Axes, rows: Sequence[Row]):
-    counts = sorted({row['modules'] for row in rows})
+    counts = sorted({row['iterations'] for row in rows})
     axes.set_xscale('log', base=2)
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.grid(alpha=0.3)

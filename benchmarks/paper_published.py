@@ -22,7 +22,7 @@ def published_sinkhorn(
     Nothing is put right: the duals have their extra 1 / α1', both are updated from the same
     Y, the plan is not brought to mass one, and where the iteration diverges it becomes NaN.
     """
-    x, log_p0, log_q0, mask, _ = problem
+    x, log_p0, log_q0, mask, *_ = problem
     if mask is not None:
         raise ValueError('problem must have no mask: the printed algorithm has none')
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)

@@ -14,10 +14,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.core import rot_pool, rot_problem, view_of
-from rotp_vision.layers import PoolOptions
-from rotp_vision.layers.options import MEAN_START, PENALTY, View
-from rotp_vision.layers.parameters import ModuleWeights, log_norm
+from rotp_vision.core import PENALTY, FeatureScale, scale_features
+from rotp_vision.layers import PoolOptions, ROTPool
+from rotp_vision.layers.options import MEAN_START
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
 from rotp_vision.surgery.views import Views
 
@@ -41,7 +40,7 @@ NOTHING_FOUND = 'no pooling beats average pooling with a gain on these images; t
 class Setting(NamedTuple):
     """What is searched."""
 
-    view: View
+    view: FeatureScale
     temperature: float
     power: float = 0.0  # β of the norm prior
     penalty: float = PENALTY  # α3 over the temperature, where the solver reads it
@@ -163,7 +162,7 @@ def calibrate(
     model: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
     *,
-    views: Sequence[View] = ('identity', 'rms', 'log'),
+    views: Sequence[FeatureScale] = ('raw', 'rms', 'log'),
     priors: Sequence[TriedPrior] = ('uniform', 'norm'),
     metric: Metric = 'loss',
     label_smoothing: float = 0.0,
@@ -204,7 +203,7 @@ def calibrate(
     """
     path, pool = find_global_pool(model)
     for name, given, allowed in (
-        ('views', views, get_args(View)),
+        ('views', views, get_args(FeatureScale)),
         ('priors', priors, get_args(TriedPrior)),
         ('metric', [metric], get_args(Metric)),
     ):
@@ -324,10 +323,10 @@ def _install(pool: GlobalPool, setting: Setting | None, gain: float) -> None:
     options = pool.options
     prior = 'attention' if options.prior == 'attention' else 'uniform'
     if setting is None:
-        setting = Setting(options.view, MEAN_START[options.view])
+        setting = Setting(options.feature_scale, MEAN_START[options.feature_scale])
     elif setting.power:
         prior = 'norm'
-    pool.set_options(replace(options, view=setting.view, prior=prior))
+    pool.set_options(replace(options, feature_scale=setting.view, prior=prior))
     weights = dict(_options_at(options, setting).starting_weights())
     if prior == 'norm':
         weights['norm_power'] = setting.power
@@ -341,12 +340,14 @@ def _options_at(options: PoolOptions, setting: Setting) -> PoolOptions:
     temperature = setting.temperature
     searched = {
         'smoothness': temperature,
-        'step': temperature * options.modules,
+        'step': temperature * options.to_solver().num_weight_sets,
         'proximal': temperature,
         'sample_penalty': temperature * setting.penalty,
     }
     weights = {name: searched[name] for name in options.starting_weights() if name in searched}
-    return replace(options, start='mean', view=setting.view, gain='off', prior='uniform', prior_width=None, **weights)
+    return replace(
+        options, start='mean', feature_scale=setting.view, gain='off', prior='uniform', prior_width=None, **weights
+    )
 
 
 class _Curve(NamedTuple):
@@ -470,7 +471,7 @@ class _Search:
             self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
         )
 
-    def judge_rotp(self, views: Sequence[View], prior: TriedPrior) -> Judged:
+    def judge_rotp(self, views: Sequence[FeatureScale], prior: TriedPrior) -> Judged:
         spreads = self._spreads(views)
         coarse = [
             Setting(view, multiple * spreads[view], power, view_gains=self.equal_gains)
@@ -540,12 +541,10 @@ class _Search:
         pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
         for sets in self.sets if new else ():
             x = self._scaled(sets, new[0].view_gains)
-            log_norms = log_norm(x)
             for setting in new:
-                options = _options_at(self.options, setting)
-                problem = rot_problem(x, log_sample_prior=setting.power * log_norms, view=setting.view)
-                weights = ModuleWeights(options).to(x.device)()
-                pooled[setting].append(rot_pool(problem, weights, options.to_solver()))
+                pool = ROTPool(replace(_options_at(self.options, setting), prior='norm')).to(x.device)
+                pool.set_weights(norm_power=setting.power)
+                pooled[setting].append(pool.pool_sets(x).detach())
         for setting, chunks in pooled.items():
             self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
 
@@ -559,11 +558,11 @@ class _Search:
     def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
         return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
-    def _spreads(self, views: Sequence[View]) -> dict[View, float]:
+    def _spreads(self, views: Sequence[FeatureScale]) -> dict[FeatureScale, float]:
         """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""
-        spreads: dict[View, float] = {}
+        spreads: dict[FeatureScale, float] = {}
         for view in views:
-            variances = [view_of(sets.float(), view).var(2, correction=0).mean(1) for sets in self.sets]
+            variances = [scale_features(sets.float(), view).var(2, correction=0).mean(1) for sets in self.sets]
             spreads[view] = float(torch.cat(variances).mean().sqrt())
             if not 0 < spreads[view] < math.inf:
                 raise ValueError(

@@ -1,55 +1,59 @@
 """The solvers: tensors in, plan out. Imports torch only; knows neither vision nor modules."""
 
-import rotp_vision.core.triton  # noqa: F401 - registers its backend
-from rotp_vision.core.badmm import badmm
-from rotp_vision.core.explicit import explicit_pool
-from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import VIEW_FLOOR, Regularizer, ROTProblem, View, objective, rot_problem, view_of
-from rotp_vision.core.registered import SOLVERS, register_solver, transforms_active
-from rotp_vision.core.sinkhorn import sinkhorn
+from rotp_vision.core.badmm import BregmanADMM
+from rotp_vision.core.problem import (
+    FLOOR,
+    FeatureScale,
+    Regularizer,
+    ROTProblem,
+    log_norm,
+    objective,
+    rot_problem,
+    scale_features,
+)
+from rotp_vision.core.sinkhorn import Sinkhorn
 from rotp_vision.core.solver import (
-    BACKENDS,
+    PENALTY,
+    SOLVERS,
     Backend,
     Solver,
-    Windows,
-    backend_lacks,
-    positive_weights,
-    reads_masked,
+    Start,
+    Weights,
+    average,
+    make_solver,
+    register_solver,
     rot_pool,
-    rot_pool_windows,
     solve,
 )
 from rotp_vision.core.structure import Similarity, structural_force
-from rotp_vision.core.weights import StepWeights, scaled_softplus, step_weights
+from rotp_vision.core.windows import Windows, cut_windows, pool_windows, share_inside
 
 __all__ = [
-    'BACKENDS',
+    'FLOOR',
+    'PENALTY',
     'SOLVERS',
-    'VIEW_FLOOR',
     'Backend',
+    'BregmanADMM',
+    'FeatureScale',
     'ROTProblem',
     'Regularizer',
     'Similarity',
+    'Sinkhorn',
     'Solver',
-    'StepWeights',
-    'View',
+    'Start',
+    'Weights',
     'Windows',
-    'backend_lacks',
-    'badmm',
-    'explicit_pool',
+    'average',
+    'cut_windows',
+    'log_norm',
+    'make_solver',
     'objective',
-    'pool',
-    'positive_weights',
-    'reads_masked',
+    'pool_windows',
     'register_solver',
     'rot_pool',
-    'rot_pool_windows',
     'rot_problem',
-    'scaled_softplus',
-    'sinkhorn',
+    'scale_features',
+    'share_inside',
     'solve',
-    'step_weights',
     'structural_force',
-    'transforms_active',
-    'view_of',
 ]

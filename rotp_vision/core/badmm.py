@@ -1,24 +1,22 @@
 """Bregman ADMM for entropic and quadratic smoothness."""
 
+from dataclasses import dataclass
+from functools import partial
+
+import torch
 from torch import Tensor
 
-from rotp_vision.core.problem import Regularizer, ROTProblem, hide_masked, zero_masked
-from rotp_vision.core.structure import Similarity, apply_factors, similarity_factors
-from rotp_vision.core.weights import StepWeights, require
+from rotp_vision.core.problem import Regularizer, ROTProblem, hide_masked, log_normalize, zero_masked
+from rotp_vision.core.solver import MAX_START, PAPER_START, PENALTY, SOLVERS, FormulaOnly, Start, Weights, split_weights
+from rotp_vision.core.structure import Similarity, apply_factors, check_similarity, similarity_factors
 
 
-def badmm(
-    problem: ROTProblem,
-    weights: StepWeights,
-    *,
-    regularizer: Regularizer = 'entropic',
-    coupled: bool = False,
-    similarity: Similarity = 'covariance',
-) -> Tensor:
-    """Log plan after T Bregman ADMM modules (paper, Algorithm 2), as published or with coupled marginals.
+@dataclass(frozen=True)
+class BregmanADMM(FormulaOnly):
+    """Bregman ADMM (paper, Algorithm 2), as published or with coupled marginals.
 
     The plan is held twice, as P with its row marginal and as S with its column marginal, tied by the dual Z.
-    From log S = log p0 + log q0, Z = 0, a module does
+    From log S = log p0 + log q0, Z = 0, an iteration does
 
         Y = (X + α0 Σ1 S Σ2ᵀ - Z) / ρ + log S                      entropic; quadratic: α1 S is taken off X
         log P = log softmax_n(Y) + log μ
@@ -41,79 +39,118 @@ def badmm(
     That has the same fixed point as the residual itself but does not shrink with the entries of the plan (1 / DN):
     it is the Newton step of the dual under the KL geometry.
 
-    Args:
-        problem: the batch of problems.
-        weights: needs smoothness α1, step ρ, and when coupled feature_penalty α2, sample_penalty α3; takes
-            structure α0.
-        regularizer: R(P) of the objective: 'entropic' or 'quadratic'.
+    Attributes:
+        regularizer: R(P) of the objective, 'entropic' or 'quadratic'.
         coupled: whether the marginal penalties act.
-        similarity: what Σ1 and Σ2 are, see `structural_force`.
-
-    Returns:
-        (B, D, N) log plan P of mass one, -inf on masked samples. Differentiable in features, priors and weights by
-        unrolling.
+        num_iters: K, iterations; coupled penalties need three to act.
+        structure: whether there is a structural term.
+        similarity: of the structural term, see `structural_force`.
     """
-    if regularizer not in ('entropic', 'quadratic'):
-        raise ValueError(f"regularizer must be 'entropic' or 'quadratic', got {regularizer!r}")
-    x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
-    quadratic = regularizer == 'quadratic'
-    penalties = ('feature_penalty', 'sample_penalty') if coupled else ()
-    modules = require('coupled badmm' if coupled else 'badmm', weights, 'smoothness', 'step', *penalties)
-    structures = [None] * len(modules) if weights.structure is None else weights.structure.unbind()
-    factors = None if weights.structure is None else similarity_factors(x, mask, similarity)
 
-    interacts = quadratic or factors is not None  # whether P and S act on each other through more than their logarithms
+    regularizer: Regularizer = 'entropic'
+    coupled: bool = False
+    num_iters: int = 4
+    structure: bool = False
+    similarity: Similarity | None = None
 
-    log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
-    log_mu, log_eta = log_p0, log_q0
-    log_s = log_p0 + log_q0
-    s = hide_masked(log_s, mask).exp() if interacts else log_s  # read where they interact only
-    # Duals divided by ρ, which costs a pass over the plan less than the duals themselves; None while zero.
-    u = u1 = u2 = None
-    for t, ((alpha1, rho, *penalties), alpha0) in enumerate(zip(modules, structures, strict=True)):
-        if t:
-            rescale = modules[t - 1][1] / rho
-            u, u1, u2 = (None if dual is None else dual * rescale for dual in (u, u1, u2))
+    def __post_init__(self):
+        check_similarity(self.structure, self.similarity)
+        if self.coupled and self.num_iters < 3:
+            raise ValueError(
+                f'num_iters of {self.name} must be at least 3 for its penalties to act, got {self.num_iters}'
+            )
 
-        # P-step
-        gain = x + _interaction(s, alpha0, alpha1, factors, quadratic) if interacts else x
-        y = gain * (1 / rho) + log_s
-        y = hide_masked(y if u is None else y - u, mask)
-        log_row = log_mu  # log P1
-        if coupled:
-            pull = log_mu if u1 is None else log_mu + u1
-            log_row = (0.5 * (y.logsumexp(2, keepdim=True) + pull)).log_softmax(1)
-        log_p = y.log_softmax(2) + log_row
-        if t + 1 == len(modules):
-            return log_p
+    @property
+    def name(self) -> str:
+        return f'badmm-{self.regularizer[0]}' + ('-coupled' if self.coupled else '')
 
-        # S-step
-        p = log_p.exp()
-        log_p = zero_masked(log_p, mask)
-        y = log_p if u is None else log_p + u
-        if interacts:
-            y = y + _interaction(p, alpha0, alpha1, factors, quadratic) * (1 / rho)
-        kappa = 1.0 if quadratic else rho / (alpha1 + rho)
-        y = y if quadratic else kappa * y
-        log_column = log_eta  # log Sᵀ1
-        if coupled:
-            pull = log_eta if u2 is None else log_eta + u2
-            log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
-            log_column = zero_masked(log_column.log_softmax(2), mask)
-        log_s = y.log_softmax(1) + log_column
-        if interacts or not coupled:
-            s = hide_masked(log_s, mask).exp()
+    @property
+    def num_weight_sets(self) -> int:
+        """Sets of weights: one for each iteration."""
+        return self.num_iters
 
-        # Marginals and duals
-        if coupled:
-            alpha2, alpha3 = penalties
-            log_mu, u1 = _marginal_step(log_p0, log_row, u1, alpha2, rho, None)
-            log_eta, u2 = _marginal_step(log_q0, log_column, u2, alpha3, rho, mask)
-            residual = zero_masked(log_p - log_s, mask)
-        else:
-            residual = p - s
-        u = residual if u is None else u + residual
-    raise AssertionError('there is at least one module')
+    def starts(self, start: Start, temperature: float) -> dict[str, float]:
+        """The weights that are read and their starting values; `temperature` is next to the mean."""
+        smoothness, step, penalty = {
+            # Each iteration moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
+            'mean': (temperature, temperature * self.num_iters, temperature * PENALTY),
+            # The sample marginal is freed by a smoothness that leaves the other half of the plan flat.
+            'max': (temperature, MAX_START, MAX_START / 100),
+            'paper': (PAPER_START, PAPER_START, PAPER_START),
+        }[start]
+        starts = {'smoothness': smoothness, 'step': step}
+        if self.regularizer == 'entropic' and self.num_iters == 1:
+            del starts['smoothness']  # one iteration is softmax pooling at temperature ρ
+        if self.coupled:
+            starts |= {'feature_penalty': PAPER_START if start == 'paper' else 1.0, 'sample_penalty': penalty}
+        return starts | ({'structure': 1.0} if self.structure else {})
+
+    def log_plan(self, problem: ROTProblem, weights: Weights) -> Tensor:
+        """(B, D, N) log plan P of mass one, -inf on masked samples; differentiable by unrolling."""
+        x, log_p0, log_q0, mask = problem.scaled_features(), *problem[1:4]
+        steps, quadratic = split_weights(weights, self.num_weight_sets), self.regularizer == 'quadratic'
+        factors = similarity_factors(x, mask, self.similarity or 'covariance') if self.structure else None
+
+        interacts = (
+            quadratic or factors is not None
+        )  # whether P and S act on each other through more than their logarithms
+
+        log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
+        log_mu, log_eta = log_p0, log_q0
+        log_s = log_p0 + log_q0
+        s = hide_masked(log_s, mask).exp() if interacts else log_s  # read where they interact only
+        # Duals divided by ρ, which costs a pass over the plan less than the duals themselves; None while zero.
+        u = u1 = u2 = None
+        for k, step in enumerate(steps):
+            rho, alpha0 = step['step'], step.get('structure')
+            alpha1 = step.get('smoothness', rho)  # one entropic iteration does not read it
+            if k:
+                rescale = steps[k - 1]['step'] / rho
+                u, u1, u2 = (None if dual is None else dual * rescale for dual in (u, u1, u2))
+
+            # P-step
+            gain = x + _interaction(s, alpha0, alpha1, factors, quadratic) if interacts else x
+            y = hide_masked(torch.addcmul(log_s if u is None else log_s - u, gain, 1 / rho), mask)
+            log_row = log_mu  # log P1
+            if self.coupled:
+                pull = log_mu if u1 is None else log_mu + u1
+                log_row = (0.5 * (y.logsumexp(2, keepdim=True) + pull)).log_softmax(1)
+            log_p = log_normalize(y, 2) + log_row
+            if k + 1 == len(steps):
+                return log_p
+
+            # S-step
+            p = log_p.exp()
+            log_p = zero_masked(log_p, mask)
+            y = log_p if u is None else log_p + u
+            if interacts:
+                y = y + _interaction(p, alpha0, alpha1, factors, quadratic) * (1 / rho)
+            kappa = 1.0 if quadratic else rho / (alpha1 + rho)
+            y = y if quadratic else kappa * y
+            log_column = log_eta  # log Sᵀ1
+            if self.coupled:
+                pull = log_eta if u2 is None else log_eta + u2
+                log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
+                log_column = zero_masked(log_column.log_softmax(2), mask)
+            log_s = log_normalize(y, 1) + log_column
+            if interacts or not self.coupled:
+                s = hide_masked(log_s, mask).exp()
+
+            # Marginals and duals
+            if self.coupled:
+                log_mu, u1 = _marginal_step(log_p0, log_row, u1, step['feature_penalty'], rho, None)
+                log_eta, u2 = _marginal_step(log_q0, log_column, u2, step['sample_penalty'], rho, mask)
+                residual = zero_masked(log_p - log_s, mask)
+            else:
+                residual = p - s
+            u = residual if u is None else u + residual
+        raise AssertionError('there is at least one iteration')
+
+
+for coupled in (False, True):
+    for regularizer in ('entropic', 'quadratic'):
+        name = BregmanADMM(regularizer, coupled).name
+        SOLVERS[name] = partial(BregmanADMM, regularizer, coupled)
 
 
 def _interaction(

@@ -5,11 +5,13 @@ Shapes, used everywhere in this package:
     B   sets in the batch (images)
     D   features of a sample (channels)
     N   samples of a set (pixels)
-    T   modules (outer iterations) of a solver
+    K   iterations of a solver
+    T   sets of weights of a solver: one, or one per iteration
 
 One set is X of shape (D, N); a feature map (B, C, H, W) is (B, D, N) with its last two axes flattened.
 """
 
+import math
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -18,11 +20,13 @@ from torch import Tensor
 from rotp_vision.core.structure import Similarity, structural_force
 
 Regularizer = Literal['entropic', 'quadratic']
-View = Literal['identity', 'rms', 'log']
+FeatureScale = Literal['raw', 'rms', 'log']
 
-# Where a scale-free view stops being scale-free: below this a channel counts as silent. It bounds the slope of the
-# view, which at a silent channel would otherwise be infinite.
-VIEW_FLOOR = 1e-3
+# Channels and samples below this magnitude count as silent. It bounds the slope of the feature scales and of the norm
+# prior, which would be infinite at zero.
+FLOOR = 1e-3
+# Squares of features from about 1e-5 to 1e30 stay in float32's range after this factor, a power of two.
+SQUARE_SCALE = 2.0**-46
 
 
 class ROTProblem(NamedTuple):
@@ -30,14 +34,31 @@ class ROTProblem(NamedTuple):
 
     features: Tensor  # (B, D, N) what is averaged, in any floating dtype, zero on masked samples
     log_feature_prior: Tensor  # (B or 1, D) log p0
-    log_sample_prior: Tensor  # (B or 1, N) log q0, zero (not -inf) on masked samples so that gradients stay finite
-    mask: Tensor | None  # (B, 1, N) bool, True on the samples that exist
-    view: str = 'identity'  # what the plan sees of the features, see `view_of`
+    log_sample_prior: Tensor  # (B or 1, N) log q0 without the norm prior; zero, not -inf, on masked samples
+    mask: Tensor | None = None  # (B, 1, N) bool, True on the samples that exist
+    feature_scale: str = 'raw'  # what the plan is computed from, see `scale_features`
+    norm_power: Tensor | None = None  # (1,) β of the norm prior q0 ∝ ‖x_n‖^β; None for none
 
-    def seen(self) -> Tensor:
-        """(B, D, N) the view of the features that the plan sees, in the dtype of the priors; zero on masked samples."""
+    def scaled_features(self) -> Tensor:
+        """(B, D, N) what the plan is computed from, in the dtype of the priors; zero on masked samples."""
         x = self.features.to(self.log_feature_prior.dtype)
-        return x if self.view == 'identity' else zero_masked(view_of(x, self.view, self.mask), self.mask)
+        return (
+            x
+            if self.feature_scale == 'raw'
+            else zero_masked(scale_features(x, self.feature_scale, self.mask), self.mask)
+        )
+
+    def with_norm_prior(self) -> 'ROTProblem':
+        """The same problem with the norm prior made part of `log_sample_prior`."""
+        if self.norm_power is None:
+            return self
+        log_q0 = self.log_sample_prior + self.norm_power.to(self.log_sample_prior.dtype) * log_norm(self.features)
+        if self.mask is None:
+            log_q0 = log_q0.log_softmax(-1)
+        else:
+            masked = ~self.mask.squeeze(1)
+            log_q0 = log_q0.masked_fill(masked, -torch.inf).log_softmax(-1).masked_fill(masked, 0.0)
+        return self._replace(log_sample_prior=log_q0, norm_power=None)
 
 
 def rot_problem(
@@ -45,8 +66,8 @@ def rot_problem(
     log_feature_prior: Tensor | None = None,
     log_sample_prior: Tensor | None = None,
     mask: Tensor | None = None,
-    view: str = 'identity',
-    zeroed: bool = False,
+    feature_scale: str = 'raw',
+    norm_power: Tensor | None = None,
 ) -> ROTProblem:
     """The batch of problems for `features`, checked, with normalised priors in float32 or wider.
 
@@ -56,55 +77,61 @@ def rot_problem(
         log_feature_prior: (B, D) or (1, D) log p0 up to a constant (logits are welcome); uniform if None.
         log_sample_prior: (B, N) or (1, N) log q0 up to a constant; uniform if None.
         mask: (B, N) bool, True where a sample exists; None where all do. A set without any sample is an error
-            on CPU; elsewhere the check would stall the device, and such a set pools to NaN.
-        view: what the plan sees of the features, 'identity', 'rms' or 'log', see `view_of`.
-        zeroed: whether masked samples are zero already, or go to a backend that does not read them: then features are
-            not copied.
+            on CPU; elsewhere the check would synchronise the device, and such a set pools to NaN.
+        feature_scale: what the plan is computed from, 'raw', 'rms' or 'log', see `scale_features`.
+        norm_power: (1,) β; multiplies q0 by ‖x_n‖^β, the norm over the features of each sample.
     """
-    if not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-        _check(features, log_feature_prior, log_sample_prior, mask, view)
+    _check(features, log_feature_prior, log_sample_prior, mask, feature_scale)
     x, dtype = features, torch.promote_types(features.dtype, torch.float32)
     num_features, num_samples = x.shape[1:]
     if log_feature_prior is None:
-        log_p0 = x.new_zeros([1, num_features], dtype=dtype).log_softmax(-1)
+        log_p0 = x.new_full([1, num_features], -math.log(num_features), dtype=dtype)
     else:
-        log_p0 = log_feature_prior.to(dtype).log_softmax(-1)
+        # A feature without prior mass still has a row in the plan, whose entries must stay finite.
+        log_p0 = log_feature_prior.to(dtype).log_softmax(-1).clamp_min(-1e4)
+    if log_sample_prior is None and mask is None:
+        log_q0 = x.new_full([1, num_samples], -math.log(num_samples), dtype=dtype)
+        return ROTProblem(x, log_p0, log_q0, None, feature_scale, norm_power)
     log_q0 = x.new_zeros([1, num_samples], dtype=dtype) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
-        return ROTProblem(x, log_p0, log_q0.log_softmax(-1), None, view)
+        return ROTProblem(x, log_p0, _finite(log_q0.log_softmax(-1)), None, feature_scale, norm_power)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
     masked = ~mask
-    log_q0 = log_q0.masked_fill(masked, -torch.inf).log_softmax(-1).masked_fill(masked, 0.0)
-    x = x if zeroed else x.masked_fill(masked.unsqueeze(1), 0.0)
-    return ROTProblem(x, log_p0, log_q0, mask.unsqueeze(1), view)
+    log_q0 = _finite(log_q0.masked_fill(masked, -torch.inf).log_softmax(-1)).masked_fill(masked, 0.0)
+    x = x.masked_fill(masked.unsqueeze(1), 0.0)
+    return ROTProblem(x, log_p0, log_q0, mask.unsqueeze(1), feature_scale, norm_power)
 
 
-def view_of(x: Tensor, view: str, mask: Tensor | None = None, floor: float = VIEW_FLOOR) -> Tensor:
-    """What a plan sees of `x` (B, D, N), zero on masked samples: φ(X), in float32 or wider.
+def scale_features(x: Tensor, feature_scale: str, mask: Tensor | None = None) -> Tensor:
+    """The features `x` (B, D, N), zero on masked samples, on the scale on which the plan sees them, float32 or wider.
 
-        identity   x
-        rms        x / sqrt(mean_n x² + floor²)
-        log        log(max(x, 0) + floor)
+        raw   x
+        rms   x / sqrt(mean_n x² + FLOOR²)
+        log   log(max(x, 0) + FLOOR)
 
     Args:
         x: (B, D, N), any floating dtype.
-        view: which of the three.
+        feature_scale: which of the three.
         mask: (B, 1, N) bool, True on the samples that exist; None where all do.
-        floor: below which a channel counts as silent.
     """
-    if view == 'identity':
+    if feature_scale == 'raw':
         return x
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if view == 'log':
-        return (x.relu() + floor).log()
-    # In units of the row's largest magnitude, whose square might overflow.
-    unit = x.detach().abs().amax(2, keepdim=True).clamp_min(floor)
-    x = x / unit
+    if feature_scale == 'log':
+        return (x.relu() + FLOOR).log()
+    square = (x * SQUARE_SCALE).square()
     if mask is None:
-        mean_square = x.square().mean(2, keepdim=True)
+        mean_square = square.mean(2, keepdim=True)
     else:
-        mean_square = x.square().sum(2, keepdim=True) / mask.sum(2, keepdim=True)
-    return x * (mean_square + (floor / unit).square()).rsqrt()
+        mean_square = square.sum(2, keepdim=True) / mask.sum(2, keepdim=True)
+    # Not by rsqrt, the slope of which overflows at a silent channel.
+    return x * (SQUARE_SCALE / (mean_square + (FLOOR * SQUARE_SCALE) ** 2).sqrt())
+
+
+def log_norm(x: Tensor) -> Tensor:
+    """(B, N) log of the norm of each sample of `x` (B, D, N), in float32 or wider; at least log FLOOR."""
+    square = (x.to(torch.promote_types(x.dtype, torch.float32)) * SQUARE_SCALE).square().sum(1)
+    return 0.5 * square.clamp_min((FLOOR * SQUARE_SCALE) ** 2).log() - math.log(SQUARE_SCALE)
 
 
 def hide_masked(log_values: Tensor, mask: Tensor | None) -> Tensor:
@@ -113,8 +140,15 @@ def hide_masked(log_values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def zero_masked(values: Tensor, mask: Tensor | None) -> Tensor:
-    """`values` (B, D, N) with zero on masked samples: a finite stand-in for state that nobody may read."""
+    """`values` (B, D, N) with zero on masked samples: a finite placeholder, never read."""
     return values if mask is None else values.masked_fill(~mask, 0.0)
+
+
+def log_normalize(log_values: Tensor, dim: int) -> Tensor:
+    """`log_values` (B, D, N) shifted to mass one along `dim`."""
+    if log_values.is_contiguous():
+        return log_values.log_softmax(dim)
+    return log_values - log_values.logsumexp(dim, keepdim=True)  # which copies no strided tensor
 
 
 def normalize_mass(log_plan: Tensor) -> Tensor:
@@ -159,7 +193,7 @@ def objective(
         >>> from rotp_vision.core import objective, rot_problem
         >>> from rotp_vision.layers import MEAN_POOL, GlobalROTPool2d
         >>> weights = {'smoothness': 0.3, 'feature_penalty': 0.5, 'sample_penalty': 0.5}
-        >>> pool = GlobalROTPool2d({'solver': 'sinkhorn', 'view': 'identity', 'num_inner': 50, **weights})
+        >>> pool = GlobalROTPool2d({'solver': 'sinkhorn', 'feature_scale': 'raw', 'num_iters': 50, **weights})
         >>> maps = torch.rand(2, 8, 7, 7)
         >>> problem = rot_problem(maps.flatten(2))
         >>> own = objective(problem, pool.log_plan(maps).flatten(2), **weights)
@@ -167,7 +201,8 @@ def objective(
         >>> bool((own < mean).all())
         True
     """
-    x, log_p0, log_q0, mask = problem.seen(), *problem[1:4]
+    problem = problem.with_norm_prior()
+    x, log_p0, log_q0, mask = problem.scaled_features(), *problem[1:4]
     log_plan = hide_masked(log_plan, mask)
     plan = log_plan.exp()
     gain = x if structure is None else x + structure * structural_force(problem, plan, similarity)
@@ -191,15 +226,24 @@ def _kl(mass: Tensor, log_prior: Tensor, mask: Tensor | None) -> Tensor:
     return (torch.special.xlogy(mass, mass) - mass * log_prior).sum(-1) - mass.sum(-1) + prior.sum(-1)
 
 
+def _finite(log_prior: Tensor) -> Tensor:
+    """A log prior without -inf, whose product with a gradient of zero would not be a number."""
+    return log_prior.clamp_min(-1e30)
+
+
 def _check(
-    features: Tensor, log_feature_prior: Tensor | None, log_sample_prior: Tensor | None, mask: Tensor | None, view: str
-):
+    features: Tensor,
+    log_feature_prior: Tensor | None,
+    log_sample_prior: Tensor | None,
+    mask: Tensor | None,
+    feature_scale: str,
+) -> None:
     if features.dim() != 3:
         raise ValueError(f'features must have shape (B, D, N), got {tuple(features.shape)}')
     if not features.is_floating_point():
         raise ValueError(f'features must be floating point, got {features.dtype}')
-    if view not in get_args(View):
-        raise ValueError(f'view must be one of {", ".join(get_args(View))}, got {view!r}')
+    if feature_scale not in get_args(FeatureScale):
+        raise ValueError(f'feature_scale must be one of {", ".join(get_args(FeatureScale))}, got {feature_scale!r}')
     batch, num_features, num_samples = features.shape
     if num_features == 0 or num_samples == 0:
         raise ValueError(f'features must have at least one feature and one sample, got {tuple(features.shape)}')

@@ -1,241 +1,281 @@
-"""Which solver and which backend, and the front doors that every layer uses: the plan, and the pooled features."""
+"""Solvers by name, and the front door that every layer uses."""
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+import keyword
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import signature
+from numbers import Real
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from rotp_vision.core.badmm import badmm
-from rotp_vision.core.pool import pool
-from rotp_vision.core.problem import ROTProblem, normalize_mass
-from rotp_vision.core.registered import SOLVERS, Formula, pool_in_chunks, transforms_active
-from rotp_vision.core.sinkhorn import sinkhorn
-from rotp_vision.core.structure import Similarity
-from rotp_vision.core.weights import StepWeights, require, scaled_softplus
+from rotp_vision.core.chunks import device_type, set_chunks
+from rotp_vision.core.problem import ROTProblem, hide_masked, log_normalize, normalize_mass
 
-Backend = Literal['auto', 'torch', 'triton', 'reference']
-BACKENDS: tuple[Backend, ...] = get_args(Backend)
-# The environment variable that, where it is set, chooses the backend in place of every solver's own choice.
-OVERRIDE = 'ROTP_BACKEND'
+Start = Literal['mean', 'max', 'paper']
+Backend = Literal['auto', 'reference']
+Weights = Mapping[str, Tensor]  # positive, by name: (1,), or a number for each of the solver's sets of weights
 
-
-class Solver(NamedTuple):
-    """Which algorithm solves the problems; how many modules it has is the length of the weights."""
-
-    name: str = 'sinkhorn'  # one of SOLVERS
-    coupled: bool = False  # Bregman ADMM: whether the marginal penalties act
-    num_inner: int = 4  # Sinkhorn steps in a module
-    similarity: Similarity = 'covariance'  # of the structural term
-    backend: Backend = 'auto'  # of rot_pool, which says what 'auto' is
+# softplus(0), where the published code starts every weight.
+PAPER_START = 0.6931471805599453
+# α3 over the temperature next to the mean: the plan's samples stay near their prior, whatever the temperature.
+PENALTY = 3.0
+# The temperature at which pooling is close to the maximum, for values whose spread is about one.
+MAX_START = 0.003
 
 
-class Windows(NamedTuple):
-    """Which windows a grid of pixels has. Padding is before the grid; what lies outside it does not exist."""
+class Solver(Protocol):
+    """An algorithm with its options: a frozen object that tells layers, options and reports all they need to know."""
 
-    kernel_h: int
-    kernel_w: int
-    stride_h: int
-    stride_w: int
-    padding_h: int
-    padding_w: int
-    dilation_h: int
-    dilation_w: int
-    height: int  # how many windows lie above each other: H'
-    width: int  # and beside each other: W'
+    @property
+    def name(self) -> str: ...
 
+    @property
+    def num_weight_sets(self) -> int:
+        """How many sets of weights it can have."""
+        ...
 
-class Implementation(NamedTuple):
-    """A backend of the front doors below. A reason is a clause that follows its name, None where there is none."""
+    def starts(self, start: Start, temperature: float) -> dict[str, float]:
+        """The weights that it reads and their starting values; 'mean' starts at `temperature`, next to the mean."""
+        ...
 
-    refuses: Callable[[StepWeights, Solver], str | None]  # the reason why it cannot solve this
-    lacks: Callable[[Tensor], str | None]  # the reason why it cannot run on such features
-    pool: Callable[..., Tensor]  # (problem, weights, solver), and the gain if `takes_gain`
-    # (maps, weights, solver, windows, view), and the gain, as `rot_pool_windows`; None where it has nothing for them.
-    pool_windows: Callable[..., Tensor | None] | None = None
-    takes_gain: bool = False  # whether the two multiply what they return with a gain, one number
-    # Whether 'auto' may choose it for such features (sets, or maps with windows), weights, solver and view.
-    trusted: Callable[[Tensor, StepWeights, Solver, str, Windows | None], bool] = lambda *problem: False
-    # `scaled_softplus`, once it is trusted if the last argument says so; returns None where it does not apply.
-    softplus: Callable[[Sequence[Tensor], Sequence[Tensor], bool], tuple[Tensor, ...] | None] | None = None
-    reads_masked: bool = True  # whether it reads masked samples, which then have to be zero
+    def log_plan(self, problem: ROTProblem, weights: Weights) -> Tensor:
+        """(B, D, N) log plan up to a constant per set, -inf on masked samples."""
+        ...
+
+    def operator(self, problem: ROTProblem, weights: Weights) -> Tensor | None:
+        """(B, D) pooled features by an operator of its own; None where the formula is to be used."""
+        ...
+
+    def refusal(self, problem: ROTProblem, starts: Mapping[str, float | list[float]]) -> str | None:
+        """Why the operator cannot start there where values are not read, as text, or None."""
+        ...
 
 
-_IMPLEMENTATIONS: dict[str, Implementation] = {}
+class FormulaOnly:
+    """What a solver without an operator inherits."""
+
+    def operator(self, problem: ROTProblem, weights: Weights) -> None:
+        return None
+
+    def refusal(self, problem: ROTProblem, starts: Mapping[str, float | list[float]]) -> None:
+        return None
 
 
-def register_backend(name: Backend, implementation: Implementation) -> None:
-    """Let the front doors choose `implementation` where a solver's backend is `name`."""
-    _IMPLEMENTATIONS[name] = implementation
+SOLVERS: dict[str, Callable[..., Solver]] = {}
 
 
-def registered(name: Backend) -> Implementation:
-    """The implementation of that name."""
-    return _IMPLEMENTATIONS[name]
+def make_solver(name: str, **options: Any) -> Solver:
+    """The solver of that name with the options that are given; those that it does not take are refused."""
+    if not isinstance(name, str) or name not in SOLVERS:
+        raise ValueError(
+            f'solver must be one of {", ".join(SOLVERS)}, got {name!r}; register_solver makes one of your own known'
+        )
+    known = signature(SOLVERS[name]).parameters
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f'{option} has no effect with solver={name!r}, which takes {", ".join(known)}; leave it out'
+            )
+    return SOLVERS[name](**options)
 
 
-def backend_lacks(name: Backend, features: Tensor) -> str | None:
-    """The reason why a backend cannot run on such features, as a clause that follows its name; None where it can."""
-    return _IMPLEMENTATIONS[name].lacks(features)
-
-
-def solve(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    """(B, D, N) log plan of mass one, -inf on masked samples, by the chosen solver."""
-    formula = _formula(solver)
-    log_plan = formula.solve(problem, weights, solver)
-    return log_plan if formula.weights is None else normalize_mass(log_plan)
-
-
-def _formula(solver: Solver) -> Formula:
-    if solver.name not in SOLVERS:
-        raise ValueError(f'solver must be one of {", ".join(SOLVERS)}, got {solver.name!r}')
-    return SOLVERS[solver.name]
-
-
-def _sinkhorn(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    return sinkhorn(problem, weights, solver.num_inner, similarity=solver.similarity)
-
-
-def _badmm(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    regularizer = 'entropic' if solver.name == 'badmm-e' else 'quadratic'
-    return badmm(problem, weights, regularizer=regularizer, coupled=solver.coupled, similarity=solver.similarity)
-
-
-SOLVERS |= {'sinkhorn': Formula(_sinkhorn), 'badmm-e': Formula(_badmm), 'badmm-q': Formula(_badmm)}
-
-
-def rot_pool(problem: ROTProblem, weights: StepWeights, solver: Solver, gain: Tensor | None = None) -> Tensor:
-    """(B, D) pooled features of a problem, in their dtype: `gain · pool(problem.features, solve(problem, weights))`.
-
-    The solver's backend 'torch' runs an operator with an explicit backward that keeps nothing but its inputs;
-    'triton' runs the kernels of one for GPUs, in float32; 'reference' is the formula above under autograd. 'auto' is
-    'torch', but on CUDA it is 'triton' wherever that applies and has passed a check at its first use
-    (`rotp_vision.core.triton.check`), and else, while a model is compiled there, 'reference', which a compiler fuses.
-    `torch.export` sees 'reference' wherever it runs.
-    The environment variable ROTP_BACKEND overrides the solver's choice.
+def rot_pool(
+    problem: ROTProblem,
+    weights: Weights,
+    solver: Solver,
+    gain: Tensor | None = None,
+    *,
+    backend: Backend = 'auto',
+    recompute: bool = True,
+) -> Tensor:
+    """(B, D) pooled features of a problem, in their dtype: `gain · average(problem.features, solve(problem, …))`.
 
     Args:
         problem: the batch of problems.
-        weights: of the modules.
-        solver: the algorithm and its backend.
-        gain: () or (D,) a factor on the result; None for one.
+        weights: of the solver, each (1,) or (T,).
+        solver: the algorithm and its options.
+        gain: (1,) or (D,) a factor on the result; None for one.
+        backend: 'reference' is the formula under autograd, which can be differentiated twice. 'auto' is the solver's
+            operator, or its formula computed again in backward, some images at a time, so that little is kept.
+            Compilers, exporters, traces and `torch.func` always see the formula.
+        recompute: whether 'auto' may compute the formula again; False if the caller does that.
     """
-    chosen = _implementation(problem.features, weights, solver, problem.view)
-    return _scaled(chosen.pool, chosen, (problem, weights, solver), gain)
+    if backend not in get_args(Backend):
+        raise ValueError(f'backend must be one of {", ".join(get_args(Backend))}, got {backend!r}')
+    check_weights(solver, weights)
+    pooled = None
+    if backend == 'auto' and not sees_formula():
+        pooled = solver.operator(problem, weights)
+        if pooled is None and recompute:
+            pooled = _pool_in_chunks(problem, weights, solver)
+    if pooled is None:
+        pooled = average(problem.features, _log_plan(problem, weights, solver))
+    return pooled if gain is None else pooled * gain.to(pooled.dtype)
 
 
-def rot_pool_windows(
-    maps: Tensor,
-    weights: StepWeights,
-    solver: Solver,
-    windows: Windows,
-    view: str = 'identity',
-    gain: Tensor | None = None,
-) -> Tensor | None:
-    """(B, C, H', W') every window of `maps` (B, C, H, W) pooled with uniform priors, in their dtype and memory format.
+def solve(problem: ROTProblem, weights: Weights, solver: Solver) -> Tensor:
+    """(B, D, N) log plan of mass one, -inf on masked samples, by the solver's formula."""
+    check_weights(solver, weights)
+    return normalize_mass(_log_plan(problem, weights, solver))
 
-    A window is a set of its pixels inside the map with all channels as features, and is pooled as `rot_pool` does.
-    Every window has a pixel inside the map. None where the backend has no way to do it but to cut the windows out,
-    which is then for the caller to do.
+
+def _log_plan(problem: ROTProblem, weights: Weights, solver: Solver) -> Tensor:
+    with torch.autocast(device_type(problem.features), enabled=False):
+        return solver.log_plan(problem.with_norm_prior(), weights)
+
+
+def average(features: Tensor, log_plan: Tensor) -> Tensor:
+    """Each feature's mean under its row of the plan (paper, eq. "uotp").
+
+        f_d = Σ_n x_dn P_dn / Σ_n P_dn = Σ_n x_dn softmax_n(log P_dn)
+
+    so that neither the mass of the plan nor that of a row matters.
+
+    Args:
+        features: (B, D, N) X, any floating dtype; finite on masked samples.
+        log_plan: (B, D, N) log P up to a constant per row, -inf on masked samples.
+
+    Returns:
+        (B, D) in the dtype of `features`.
     """
-    chosen = _implementation(maps, weights, solver, view, windows)
-    if chosen.pool_windows is None:
-        return None
-    shaped = gain.view(-1, 1, 1) if gain is not None and gain.dim() else gain
-    return _scaled(chosen.pool_windows, chosen, (maps, weights, solver, windows, view), shaped)
+    if features.shape != log_plan.shape:
+        raise ValueError(
+            f'features and log_plan must have the same shape, got {tuple(features.shape)} and {tuple(log_plan.shape)}'
+        )
+    return (features.to(log_plan.dtype) * log_normalize(log_plan, 2).exp()).sum(2).to(features.dtype)
 
 
-def reads_masked(features: Tensor, weights: StepWeights, solver: Solver, view: str) -> bool:
-    """Whether `rot_pool` reads masked samples of such features (B, D, N), which then have to be zero."""
-    return _implementation(features, weights, solver, view).reads_masked
+def _pool_in_chunks(problem: ROTProblem, weights: Weights, solver: Solver) -> Tensor:
+    """`average` under the solver's plan; backward computes the formula again, some images at a time."""
+    features, log_p0, log_q0, mask, feature_scale, power = problem
+
+    def pooled(x: Tensor, log_p0: Tensor, log_q0: Tensor, mask: Tensor | None) -> Tensor:
+        return average(x, _log_plan(ROTProblem(x, log_p0, log_q0, mask, feature_scale, power), weights, solver))
+
+    parts = []
+    for sets in set_chunks(features, 'formula'):
+        part = [x if x is None or x.shape[0] == 1 else x[sets] for x in (features, log_p0, log_q0, mask)]
+        if torch.is_grad_enabled():
+            parts.append(checkpoint(pooled, *part, use_reentrant=False, preserve_rng_state=False))
+        else:
+            parts.append(pooled(*part))  # pyright: ignore[reportArgumentType]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _scaled(pool: Callable[..., Any], chosen: Implementation, inputs: tuple, gain: Tensor | None) -> Any:
-    """What `pool` returns, times the gain, which a backend takes itself where it can."""
-    if chosen.takes_gain and (gain is None or gain.dim() == 0):
-        return pool(*inputs, gain)
-    pooled = pool(*inputs, None) if chosen.takes_gain else pool(*inputs)
-    return pooled if gain is None or pooled is None else pooled * gain.to(pooled.dtype)
+def sees_formula() -> bool:
+    """Whether plain operations are wanted: by a compiler, an exporter, a trace or a transform of `torch.func`."""
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
+        return True
+    return torch._C._are_functorch_transforms_active()
 
 
-def positive_weights(betas: Sequence[Tensor], starts: Sequence[Tensor], solver: Solver) -> tuple[Tensor, ...]:
-    """`scaled_softplus` of all the weights of a layer: one launch where the solver's backend is or means 'triton'."""
-    backend, fused = backend_of(solver), _IMPLEMENTATIONS['triton'].softplus
-    if fused is not None and (backend == 'triton' or (backend == 'auto' and on_gpu(betas[0]))):
-        weights = fused(betas, starts, backend == 'auto')
-        if weights is not None:
-            return weights
-    return scaled_softplus(betas, starts)
+def check_weights(solver: Solver, weights: Weights) -> None:
+    """Raise unless the weights that the solver reads are given in the right shapes."""
+    missing = sorted(set(solver.starts('mean', 1.0)) - set(weights))
+    if missing:
+        raise ValueError(f'solver {solver.name!r} needs the weight(s) {", ".join(missing)}, got {", ".join(weights)}')
+    for name, value in weights.items():
+        if value.shape not in ((1,), (solver.num_weight_sets,)):
+            raise ValueError(
+                f'weight {name} of solver {solver.name!r} must have shape (1,) or ({solver.num_weight_sets},), '
+                f'got {tuple(value.shape)}'
+            )
 
 
-def backend_of(solver: Solver) -> Backend:
-    """The backend that a solver asks for, unless the environment says otherwise."""
-    name = os.environ.get(OVERRIDE) or solver.backend
-    if name not in BACKENDS:
-        raise ValueError(f'{_source(solver)} must be one of {", ".join(BACKENDS)}, got {name!r}')
-    return cast(Backend, name)
+def split_weights(weights: Weights, num_weight_sets: int) -> list[dict[str, Tensor]]:
+    """The weights of each iteration or outer step, as scalars."""
+    columns = {name: value.expand(num_weight_sets).unbind() for name, value in weights.items()}
+    return [{name: column[i] for name, column in columns.items()} for i in range(num_weight_sets)]
 
 
-def _source(solver: Solver) -> str:
-    return f'the environment variable {OVERRIDE}' if os.environ.get(OVERRIDE) else 'backend'
+@dataclass(frozen=True)
+class _Formula(FormulaOnly):
+    """A solver made by `register_solver`."""
+
+    name: str
+    function: Callable[[ROTProblem, Weights], Tensor]
+    declared: Mapping[str, float]
+    num_iters: int
+
+    @property
+    def num_weight_sets(self) -> int:
+        return self.num_iters
+
+    def starts(self, start: Start, temperature: float) -> dict[str, float]:
+        if start != 'mean':
+            raise ValueError(f'solver {self.name!r} starts where it was registered to, got start={start!r}')
+        return dict(self.declared)
+
+    def log_plan(self, problem: ROTProblem, weights: Weights) -> Tensor:
+        log_plan = self.function(problem, {name: value.expand(self.num_iters) for name, value in weights.items()})
+        if not isinstance(log_plan, Tensor) or log_plan.shape != problem.features.shape:
+            got = tuple(log_plan.shape) if isinstance(log_plan, Tensor) else type(log_plan).__name__
+            raise ValueError(
+                f'solver {self.name!r} must return a log plan of shape {tuple(problem.features.shape)}, got {got}'
+            )
+        return hide_masked(log_plan, problem.mask)
 
 
-def _implementation(
-    features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None = None
-) -> Implementation:
-    """The backend that the solver chooses, once it is certain that it can run."""
-    backend = backend_of(solver)
-    if _formula(solver).weights is not None:
-        if backend == 'triton':
-            raise ValueError(f"backend 'triton' has no kernel of solver {solver.name!r}; use backend 'auto'")
-        return _IMPLEMENTATIONS['reference' if backend == 'reference' else 'registered']
-    if solver.num_inner < 1:
-        raise ValueError(f'num_inner must be at least 1, got {solver.num_inner}')
-    if solver.name == 'sinkhorn':
-        require('sinkhorn', weights, 'smoothness', 'feature_penalty', 'sample_penalty')
-    elif solver.coupled:
-        require('coupled badmm', weights, 'smoothness', 'feature_penalty', 'sample_penalty', 'step')
-    else:
-        require('badmm', weights, 'smoothness', 'step')
-    # ONNX knows no operator of ours, and torch.func has no derivatives of them: both see the formula itself.
-    if torch.onnx.is_in_onnx_export() or transforms_active():
-        return _IMPLEMENTATIONS['reference']
-    if backend == 'auto':
-        backend = _automatic(features, weights, solver, view, windows)
-    chosen = _IMPLEMENTATIONS[backend]
-    reason = chosen.refuses(weights, solver) or chosen.lacks(features)
-    if reason is not None:
-        by = f' (from {_source(solver)})' if backend != solver.backend else ''
-        raise ValueError(f"backend '{backend}'{by} {reason}; use backend 'auto' or 'torch'")
-    return chosen
+def register_solver(
+    name: str,
+    function: Callable[[ROTProblem, Weights], Tensor],
+    weights: Mapping[str, float],
+    *,
+    num_iters: int = 1,
+) -> None:
+    """Make a formula of your own a solver, for layers, `convert`, YAML and JSON options, reports and saved models.
+
+    The layers learn its weights, scale the features, add priors and a gain, and mask, as with any solver. Backward
+    computes the formula again, some images at a time, so that only the inputs are kept.
+
+    Args:
+        name: by which options choose it. A name may be registered again, which replaces the formula.
+        function: `function(problem, weights)` returns the log plan (B, D, N), up to a constant per set; its values on
+            masked samples do not matter. `problem.scaled_features()` (B, D, N) is what the plan is computed from, zero
+            on masked samples; `problem.log_feature_prior` (B or 1, D), `problem.log_sample_prior` (B or 1, N) and
+            `problem.mask` (B, 1, N) or None are the rest of the data. `weights['name']` is a tensor (K,) for K
+            iterations. It runs in float32 or float64, whatever autocast says, and must not branch on values.
+        weights: name and positive starting value of each weight. The layers learn them as positive numbers. A weight
+            called 'smoothness' or 'step' is what `calibrate` takes for the temperature.
+        num_iters: K, where the options do not say `num_iters`.
+
+    Example:
+        Softmax pooling with a learned temperature:
+
+        >>> import torch
+        >>> from rotp_vision import GlobalROTPool2d, register_solver
+        >>> def softmax(problem, weights):
+        ...     return problem.scaled_features() / weights['temperature']
+        >>> register_solver('softmax', softmax, {'temperature': 50.0})
+        >>> pool = GlobalROTPool2d({'solver': 'softmax', 'weights': {'temperature': 2.0}})
+        >>> pool(torch.rand(2, 8, 7, 7)).shape, sorted(pool.named_weights())
+        (torch.Size([2, 8]), ['gain', 'temperature'])
+    """
+    if not isinstance(name, str) or not name or name == 'paper' or (name in SOLVERS and name not in _REGISTERED):
+        raise ValueError(f'name must be a string not used by a built-in solver, got {name!r}')
+    if not callable(function):
+        raise ValueError(f'function must take a problem and weights and return a log plan, got {function!r}')
+    for weight, value in weights.items():
+        good = isinstance(weight, str) and weight.isidentifier() and not keyword.iskeyword(weight)
+        if not good or weight.startswith('_') or weight in _TAKEN or hasattr(torch.nn.ModuleDict, weight):
+            raise ValueError(f'a weight must have a name of its own, such as temperature, got {weight!r}')
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < float('inf'):
+            raise ValueError(f'the starting value of {weight} must be a positive number, got {value!r}')
+    if num_iters < 1:
+        raise ValueError(f'num_iters must be at least 1, got {num_iters}')
+    declared, default = {weight: float(value) for weight, value in weights.items()}, num_iters
+
+    def make(num_iters: int = default) -> Solver:
+        return _Formula(name, function, declared, num_iters)
+
+    SOLVERS[name] = make
+    _REGISTERED.add(name)
 
 
-def _automatic(
-    features: Tensor, weights: StepWeights, solver: Solver, view: str, windows: Windows | None
-) -> Literal['torch', 'triton', 'reference']:
-    """What 'auto' is."""
-    if torch.compiler.is_exporting():
-        return 'reference'  # so that the program runs where our operators do not exist
-    if not on_gpu(features):
-        return 'torch'
-    fast = _IMPLEMENTATIONS['triton']
-    able = fast.refuses(weights, solver) is None and fast.lacks(features) is None
-    if able and fast.trusted(features, weights, solver, view, windows):
-        return 'triton'
-    # To a compiler an operator is one opaque node, while what it sees it fuses.
-    return 'reference' if torch.compiler.is_compiling() else 'torch'
-
-
-def on_gpu(features: Tensor) -> bool:
-    """Whether these are features for which 'auto' looks for GPU kernels."""
-    return features.is_cuda
-
-
-def _pool_by_formula(problem: ROTProblem, weights: StepWeights, solver: Solver) -> Tensor:
-    return pool(problem.features, solve(problem, weights, solver))
-
-
-register_backend('reference', Implementation(lambda weights, solver: None, lambda features: None, _pool_by_formula))
-# For solvers that are not of this package, whatever else they ask for.
-_IMPLEMENTATIONS['registered'] = Implementation(lambda weights, solver: None, lambda features: None, pool_in_chunks)
+_REGISTERED: set[str] = set()
+_TAKEN = ('gain', 'norm_power', 'num_iters', 'solver', 'structure', 'training')  # names that layers use

@@ -1,6 +1,6 @@
 """The Gromov-Wasserstein structural term."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ def structural_force(problem: 'ROTProblem', plan: Tensor, similarity: Similarity
     Returns:
         (B, D, N), zero on masked samples.
     """
-    left, right = similarity_factors(problem.seen(), problem.mask, similarity)
+    left, right = similarity_factors(problem.scaled_features(), problem.mask, similarity)
     return apply_factors(left, right, plan)
 
 
@@ -51,6 +51,14 @@ def length_scale(x: Tensor, dim: int) -> Tensor:
     square = x.square().sum(dim, keepdim=True)
     # The slope of rsqrt is its cube, which must not overflow either.
     return square.masked_fill(square < torch.finfo(x.dtype).tiny ** 0.5, torch.inf).rsqrt()
+
+
+def check_similarity(structure: bool, similarity: Similarity | None) -> None:
+    """Raise if `similarity` is unknown, or given without a structural term."""
+    if similarity not in (None, *get_args(Similarity)):
+        raise ValueError(f'similarity must be one of {", ".join(get_args(Similarity))}, got {similarity!r}')
+    if similarity is not None and not structure:
+        raise ValueError('similarity has no effect without structural term; leave it out, or give structure')
 
 
 def apply_factors(left: Tensor, right: Tensor, plan: Tensor) -> Tensor:

@@ -1,15 +1,36 @@
 """What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from rotp_vision.core import SOLVERS, ROTProblem, StepWeights, explicit_pool, reads_masked, rot_pool, rot_problem, solve
+from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
 from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
-from rotp_vision.layers.parameters import AttentionPrior, ModuleWeights, NormPrior, PositiveWeight, RegisteredWeights
-from rotp_vision.layers.tracing import OneNode
+from rotp_vision.layers.parameters import AttentionPrior, NormPrior, PositiveWeight
+
+
+class OneNode(nn.Module):
+    """A module that is one `call_module` node of `torch.fx`, as torch's own are, whichever tracer runs.
+
+    A forward that reads shapes in Python cannot be followed symbolically, and tracers take only modules of torch for
+    nodes unless they are told of others.
+    """
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, fx.Proxy):
+            return super().__call__(x, *args, **kwargs)
+        tracer: Any = x.tracer
+
+        def node(*args: Any, **kwargs: Any) -> fx.Proxy:
+            return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
+
+        return tracer.call_module(self, node, (x, *args), kwargs)
+
+
+_SCRIPTED: dict[int, 'ROTPool'] = {}
 
 
 class ROTPool(OneNode):
@@ -31,34 +52,32 @@ class ROTPool(OneNode):
         if num_features is not None:
             num_features = positive_integer('num_features', num_features)
         self.num_features = num_features
+        self.number = 0  # of a scripted layer
         self.is_part = False  # whether it belongs to another pool, which then handles weights that a file lacks
         self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the next layer
         self._make(pool_options(options))
 
-    def _make(self, options: PoolOptions):
+    def _make(self, options: PoolOptions) -> None:
         num_features = self.num_features
         if num_features is None and (options.prior == 'attention' or options.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.options = options
         self.solver = options.to_solver()
-        self.view: str = options.view
-        # TorchScript does not take the solver as one object, so its fields are attributes too.
-        self._name, self._coupled, self._num_inner = str(self.solver.name), self.solver.coupled, self.solver.num_inner
-        self._similarity = str(self.solver.similarity)
-        built_in = SOLVERS[options.solver].weights is None
-        self.weights = ModuleWeights(options) if built_in else RegisteredWeights(options)
+        size, learn = 1 if options.learn == 'shared' else self.solver.num_weight_sets, options.learn != 'fixed'
+        self._starts = options.starting_weights()
+        weights = {name: PositiveWeight(start, size, learn) for name, start in self._starts.items()}
+        self.weights = nn.ModuleDict(weights)
         self.prior = None
         if options.prior == 'attention':
             assert num_features is not None
             self.prior = AttentionPrior(num_features, options.prior_width, options.start != 'paper')
         elif options.prior == 'norm':
-            self.prior = NormPrior(options.learn != 'fixed')
+            self.prior = NormPrior(learn)
         self.gain = None
         if options.gain != 'off':
-            size = (num_features,) if options.gain == 'channel' and num_features is not None else ()
-            self.gain = PositiveWeight(1.0, size)
+            self.gain = PositiveWeight(1.0, num_features if options.gain == 'channel' and num_features else 1)
 
-    def set_options(self, options: PoolOptions | Mapping[str, Any] | str):
+    def set_options(self, options: PoolOptions | Mapping[str, Any] | str) -> None:
         """Change the options; the weights start anew, and a prior of the same kind is kept."""
         old, prior = self.options, self.prior
         like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
@@ -69,23 +88,20 @@ class ROTPool(OneNode):
         if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
             self.prior = prior
 
-    def _problem(
-        self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, zeroed: bool = False
-    ) -> ROTProblem:
-        log_feature_prior: Tensor | None = None
-        if self.prior is not None:
-            log_feature_prior, log_prior = self.prior(x)
-            log_sample_prior = log_prior if log_sample_prior is None else log_sample_prior + log_prior
-        return rot_problem(
-            x,
-            log_feature_prior=log_feature_prior,
-            log_sample_prior=log_sample_prior,
-            mask=mask,
-            view=self.view,
-            zeroed=zeroed,
-        )
+    def reset_parameters(self) -> None:
+        """Set every weight to where the options start it."""
+        for module in self.modules():
+            if isinstance(module, PositiveWeight | NormPrior | AttentionPrior):
+                module.reset_parameters()
 
-    def pool_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
+    def pool_sets(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        log_sample_prior: Tensor | None = None,
+        *,
+        recompute: bool = True,
+    ) -> Tensor:
         """Pooled features (B, D), in the dtype of `x`, of the sets `x` (B, D, N).
 
         Args:
@@ -93,32 +109,44 @@ class ROTPool(OneNode):
             mask: (B, N), True where a sample exists; None where all do.
             log_sample_prior: (B or 1, N) logits of q0, to which those of the layer's own prior are added; None for
                 uniform.
+            recompute: as in `rot_pool`.
         """
-        weights, gain = self._weights_and_gain()
-        zeroed = self.prior is not None
-        if mask is not None and not torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            zeroed = zeroed or not reads_masked(x, weights, self.solver, self.view)
-        return self._pool(self._problem(self._for_prior(x, mask), mask, log_sample_prior, zeroed), weights, gain)
-
-    def _weights_and_gain(self) -> tuple[StepWeights, Tensor | None]:
-        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            return self.weights(), None if self.gain is None else self.gain()
-        return self.weights.with_gain(self.gain, self.solver)
-
-    def _pool(self, problem: ROTProblem, weights: StepWeights, gain: Tensor | None) -> Tensor:
-        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-            pooled = explicit_pool(problem, weights, self._name, self._coupled, self._num_inner, self._similarity)
-            return pooled if gain is None else pooled * gain.to(pooled.dtype)
-        return rot_pool(problem, weights, self.solver, gain)
-
-    def _for_prior(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`x` (B, D, N) as a prior may read it: with masked samples set to zero, as they may hold anything, NaN too."""
-        return x.masked_fill(~mask.unsqueeze(1), 0.0) if mask is not None and self.prior is not None else x
+        problem, weights = self._problem(x, mask, log_sample_prior), self._weights()
+        refusal = self.solver.refusal(problem, self._starts) if self.options.backend == 'auto' else None
+        if refusal is not None:
+            raise ValueError(f"on {x.device.type} {refusal}; change them, or use backend='reference'")
+        gain = None if self.gain is None else self.gain()
+        return rot_pool(problem, weights, self.solver, gain, backend=self.options.backend, recompute=recompute)
 
     def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
-        problem = self._problem(self._for_prior(x, mask), mask, log_sample_prior, self.prior is not None)
-        return solve(problem, self.weights(), self.solver)
+        return solve(self._problem(x, mask, log_sample_prior), self._weights(), self.solver)
+
+    def __prepare_scriptable__(self):
+        # TorchScript, which timm's suite still tries, calls the layer in Python and finds it by this number: a scripted
+        # network runs, but to save it, trace or export it instead.
+        self.number = id(self)
+        _SCRIPTED[self.number] = self
+        return self
+
+    @torch.jit.ignore  # pyright: ignore[reportArgumentType]
+    def run_unscripted(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor:
+        """`forward` in Python."""
+        return _SCRIPTED[self.number](x, log_sample_prior)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: weight() for name, weight in self.weights.items()}
+
+    def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
+        log_feature_prior, norm_power = None, None
+        if isinstance(self.prior, NormPrior):
+            norm_power = self.prior()
+        elif self.prior is not None:
+            # Masked samples may contain NaN.
+            visible = x if mask is None else x.masked_fill(~mask.unsqueeze(1), 0.0)
+            log_feature_prior, log_prior = self.prior(visible)
+            log_sample_prior = log_prior if log_sample_prior is None else log_sample_prior + log_prior
+        return rot_problem(x, log_feature_prior, log_sample_prior, mask, self.options.feature_scale, norm_power)
 
     def log_plan(self, *args: Any, **kwargs: Any) -> Any:
         """The logarithm of the plan for an input of this layer, with the axes of that input."""
@@ -129,8 +157,7 @@ class ROTPool(OneNode):
         return self.log_plan(*args, **kwargs).exp()
 
     def _weights_by_name(self) -> dict[str, PositiveWeight | NormPrior]:
-        known: dict[str, PositiveWeight | NormPrior] = {}
-        known |= {name: weight for name, weight in self.weights.named_children() if isinstance(weight, PositiveWeight)}
+        known: dict[str, Any] = dict(self.weights.items())
         if isinstance(self.prior, NormPrior):
             known['norm_power'] = self.prior
         if self.gain is not None:
@@ -139,12 +166,9 @@ class ROTPool(OneNode):
 
     def named_weights(self) -> dict[str, Tensor]:
         """The current values of the learned scalars by name, detached: 'smoothness', 'step', …, 'gain'."""
-        return {
-            name: (weight.power if isinstance(weight, NormPrior) else weight()).detach()
-            for name, weight in self._weights_by_name().items()
-        }
+        return {name: weight().detach() for name, weight in self._weights_by_name().items()}
 
-    def set_weights(self, **values: Tensor | float | Sequence[float]):
+    def set_weights(self, **values: Tensor | float | Sequence[float]) -> None:
         """Set weights by the names of `named_weights`; all values but that of norm_power must be positive."""
         known = self._weights_by_name()
         for name, value in values.items():
@@ -152,26 +176,29 @@ class ROTPool(OneNode):
                 raise ValueError(f'this layer has no weight {name!r}; it has {", ".join(known)}')
             known[name].set(value)
 
-    def no_weight_decay(self) -> set[str]:
-        """Names of the parameters to exempt from weight decay: those behind `named_weights`."""
-        return {name for name, _ in self.named_parameters() if name.endswith(('.beta', '.power'))}
-
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         if not self.is_part:
-            keep_values_if_absent(self, state_dict, prefix)
+            start_where_absent(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        given = {'solver': self.options.solver, 'modules': self.options.modules} | self.options.to_dict()
-        given.pop('num_modules', None)
+        given = {'solver': self.options.solver} | self.options.to_dict()
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
 
 
-def keep_values_if_absent(module: nn.Module, state_dict: dict[str, Tensor], prefix: str):
-    """For `_load_from_state_dict` of a pool that replaced a native one: keep its values if a file has none of its keys.
+def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) -> None:
+    """For `_load_from_state_dict` of a pool that replaced a native one: start where the options say if no key is there.
 
-    That is a file of the native network. If it holds some of the keys, torch reports those that are missing.
+    Such a file is of the native network. If it holds some of the keys, torch reports those that are missing.
     """
-    # state_dict is torch's own copy, from which the children load next.
-    if not any(key.startswith(prefix) for key in state_dict):
-        state_dict.update({prefix + key: value for key, value in module.state_dict().items()})
+    mine = [value for key, value in state_dict.items() if key.startswith(prefix)]
+    if not mine:
+        fresh = copy.deepcopy(pool).to_empty(device='cpu')
+        fresh.reset_parameters()
+        # state_dict is torch's own copy, from which the children load next.
+        state_dict.update({prefix + key: value for key, value in fresh.state_dict().items()})
+    elif any(value.dim() == 0 for value in mine):
+        raise ValueError(
+            f'the weights of {prefix.rstrip(".")} were saved by rotp_vision 0.2, whose scalars had no axis; '
+            'convert the network and train or calibrate it again, or load them with rotp_vision 0.2'
+        )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from rotp_vision.layers.base import ROTPool
@@ -107,7 +108,10 @@ class GlobalROTPool2d(MapPool):
 
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""
-        return self.shaped(self.pool_sets(self.sets(x), log_sample_prior=self.sample_prior(x, log_sample_prior)))
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+            return self.run_unscripted(x, log_sample_prior)
+        else:
+            return self.shaped(self.pool_sets(self.sets(x), None, self.sample_prior(x, log_sample_prior)))
 
     def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """The log plan of each map, of mass one, with the axes of `x`; arguments as in `forward`."""

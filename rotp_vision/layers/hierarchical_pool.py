@@ -7,10 +7,9 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.layers.base import ROTPool
+from rotp_vision.layers.base import OneNode, ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions, pool_options
-from rotp_vision.layers.tracing import OneNode
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -70,11 +69,16 @@ class MixedROTPool2d(MapPool):
         for part in parts:
             part.is_part = True
         self.heads = nn.ModuleList(parts)
-        self.omega = None if gated else nn.Parameter(torch.zeros(len(heads)))
+        self.omega = None if gated else nn.Parameter(torch.empty(len(heads)))
         self.gate = nn.Linear(num_features, len(heads)) if gated and num_features is not None else None
-        if self.gate is not None:
-            nn.init.zeros_(self.gate.weight)
-            nn.init.zeros_(self.gate.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set every weight to where the options start it, and all heads to the same share."""
+        super().reset_parameters()
+        for parameter in (self.omega, *([] if self.gate is None else self.gate.parameters())):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
 
     @classmethod
     def mean_max(cls, *, gated: bool = False, num_features: int | None = None, flatten: bool = True):

@@ -7,24 +7,31 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from rotp_vision.core import BACKENDS, SOLVERS, Backend, Similarity, Solver, View
+from rotp_vision.core import SOLVERS, Backend, FeatureScale, Similarity, Solver, Start, make_solver
 
-Start = Literal['mean', 'max', 'paper']
 Gain = Literal['off', 'scalar', 'channel']
 Prior = Literal['uniform', 'norm', 'attention']
-Learn = Literal['per-module', 'shared', 'fixed']
+Learn = Literal['per-iteration', 'shared', 'fixed']
 
-# softplus(0), where the published code starts every weight.
-PAPER_START = 0.6931471805599453
-# Temperatures at which pooling is close to average pooling: large against the spread of the view. A raw map of a
-# trained network reaches a few hundred, x / rms at most sqrt(N), and log x spans about ten.
-MEAN_START: dict[View, float] = {'identity': 1000.0, 'rms': 50.0, 'log': 100.0}
-# α3 over the temperature: the plan's samples stay near their prior, whatever the temperature.
-PENALTY = 3.0
-# The temperature at which pooling is close to the maximum, for values whose spread is about one.
-MAX_START = 0.003
+# Temperatures at which pooling is close to average pooling: large against the spread of the scaled features. A raw map
+# of a trained network reaches a few hundred, x / rms at most sqrt(N), and log x spans about ten.
+MEAN_START: dict[FeatureScale, float] = {'raw': 1000.0, 'rms': 50.0, 'log': 100.0}
 FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
+_CHOICES: dict[str, tuple[str, ...]] = {
+    'start': get_args(Start),
+    'learn': get_args(Learn),
+    'prior': get_args(Prior),
+    'feature_scale': get_args(FeatureScale),
+    'gain': get_args(Gain),
+    'backend': get_args(Backend),
+}
+_RENAMED = {
+    'view': "feature_scale, whose value 'identity' is now 'raw'",
+    'num_modules': 'num_iters of Bregman ADMM, num_outer of Sinkhorn',
+    'num_inner': 'num_iters',
+    'coupled': "part of the solver's name, as in 'badmm-e-coupled'",
+}
 
 
 @dataclass(frozen=True)
@@ -35,14 +42,14 @@ class PoolOptions:
     `start`. The objective is in docs/options.md.
 
     Attributes:
-        solver: 'sinkhorn', 'badmm-e' (Bregman ADMM, entropic smoothness), 'badmm-q' (quadratic), or the name of one
-            that you registered, see `register_solver`.
-        num_modules: T; None means 4, or 1 for Sinkhorn without structural term, which needs no outer loop.
-        num_inner: K, Sinkhorn steps in a module.
-        coupled: Bregman ADMM only: whether the marginal penalties act (as published they do not).
+        solver: 'sinkhorn'; 'badmm-e' or 'badmm-q', Bregman ADMM with entropic or quadratic smoothness as published,
+            and 'badmm-e-coupled' or 'badmm-q-coupled', in which the marginal penalties act; or the name of one that
+            you registered, see `register_solver`.
+        num_iters: K, iterations of the solver; None means 4, or what a solver was registered with.
+        num_outer: Sinkhorn's proximal steps of num_iters iterations each; None means 1, or 4 with a structural term.
         start: 'mean' starts next to average pooling, 'max' next to max pooling (as near as the solver's marginals
             allow: 'badmm-q' holds its samples to q0), 'paper' starts every weight at softplus(0).
-        learn: weights 'per-module', 'shared' over modules, or 'fixed'.
+        learn: weights 'per-iteration' (Bregman ADMM; Sinkhorn has one set for each outer step), 'shared', or 'fixed'.
         structure: α0, weight of the structural term; 0 leaves it out.
         smoothness: α1.
         feature_penalty: α2.
@@ -54,26 +61,25 @@ class PoolOptions:
         prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β over the features that are averaged, β learned from 0; or
             'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
         prior_width: rows of V, and the inner width of U = U2 U1; None means as many as there are features.
-        view: what the plan is computed from: 'identity' (the paper), 'rms' (each feature over its root mean square
-            across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features themselves.
+        feature_scale: what the plan is computed from: 'raw' features (the paper), 'rms' (each feature over its root
+            mean square across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features
+            themselves.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
-        backend: the implementation; 'auto' is 'triton' on CUDA where that applies and has passed a check at first use,
-            and else the operators of 'torch'.
+        backend: 'auto', or 'reference' for the formula under autograd, which can be differentiated twice.
 
     Example:
         >>> from rotp_vision import PoolOptions
         >>> PoolOptions(prior='norm').to_dict()
         {'prior': 'norm'}
         >>> PoolOptions.paper().to_dict()
-        {'solver': 'badmm-e', 'start': 'paper', 'view': 'identity', 'gain': 'off'}
+        {'solver': 'badmm-e', 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
     """
 
     solver: str = 'sinkhorn'
-    num_modules: int | None = None
-    num_inner: int = 4
-    coupled: bool = False
+    num_iters: int | None = None
+    num_outer: int | None = None
     start: Start = 'mean'
-    learn: Learn = 'per-module'
+    learn: Learn = 'per-iteration'
     structure: float = 0.0
     smoothness: float | Sequence[float] | None = None
     feature_penalty: float | Sequence[float] | None = None
@@ -81,35 +87,22 @@ class PoolOptions:
     step: float | Sequence[float] | None = None
     proximal: float | Sequence[float] | None = None
     weights: Mapping[str, float | Sequence[float]] | None = None
-    similarity: Similarity = 'covariance'
+    similarity: Similarity | None = None
     prior: Prior = 'uniform'
     prior_width: int | None = None
-    view: View = 'rms'
+    feature_scale: FeatureScale = 'rms'
     gain: Gain = 'scalar'
     backend: Backend = 'auto'
 
     def __post_init__(self):
-        choices = {
-            'solver': SOLVERS,
-            'start': get_args(Start),
-            'learn': get_args(Learn),
-            'similarity': get_args(Similarity),
-            'prior': get_args(Prior),
-            'view': get_args(View),
-            'gain': get_args(Gain),
-            'backend': BACKENDS,
-        }
-        for name, allowed in choices.items():
+        for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
-                hint = '; register_solver makes one of your own known' if name == 'solver' else ''
-                raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}{hint}')
-        for name in ('num_modules', 'num_inner', 'prior_width'):
+                raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
+        for name in ('num_iters', 'num_outer', 'prior_width'):
             value = getattr(self, name)
-            if value is not None or name == 'num_inner':
+            if value is not None:
                 self._set(name, positive_integer(name, value))
-        if not isinstance(self.coupled, bool):
-            raise ValueError(f'coupled must be true or false, got {self.coupled!r}')
         if not _is_number(self.structure) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         self._set('structure', _float('structure', self.structure))
@@ -117,109 +110,49 @@ class PoolOptions:
             value = getattr(self, name)
             if value is not None:
                 self._set(name, _numbers(name, value))
-        if self.coupled and self.solver not in ('badmm-e', 'badmm-q'):
-            raise ValueError("coupled is an option of 'badmm-e' and 'badmm-q'; 'sinkhorn' always couples its marginals")
-        if self.coupled and self.modules < 3:
-            raise ValueError(f'coupled needs num_modules of at least 3 for its penalties to act, got {self.modules}')
-        declared = self._declared
-        if declared is not None and self.start != 'mean':
-            raise ValueError(f'solver {self.solver!r} starts where it was registered to, got start={self.start!r}')
         if self.weights is not None:
             self._set('weights', {name: _numbers(name, value) for name, value in self.weights.items()} or None)
-        own = set() if declared is None else set(declared) - set(_WEIGHTS)
-        foreign = sorted(set(self.weights or ()) - own)
-        if foreign:
-            has = f'{self.solver!r} has {", ".join(sorted(own)) or "none"} there'
-            raise ValueError(f'weights takes those that a registered solver declares; {has}, got {", ".join(foreign)}')
-        starting = self.starting_weights()
-        unread = [name for name in _WEIGHTS if getattr(self, name) is not None and name not in starting]
-        if self.solver != 'sinkhorn' and self.num_inner != PoolOptions.num_inner:
-            unread.append('num_inner')
-        if declared is not None and self.structure:
-            unread.append('structure')
-        if unread:
-            raise ValueError(
-                f'{", ".join(unread)} has no effect with solver={self.solver!r}, coupled={self.coupled}, '
-                f'{self.modules} module(s); leave it out, or choose a solver that reads it'
-            )
-        if self.structure == 0 and self.similarity != PoolOptions.similarity:
-            raise ValueError('similarity has no effect without structural term; leave it out, or give structure')
         if self.prior != 'attention' and self.prior_width is not None:
             raise ValueError(
                 f"prior_width has no effect with prior={self.prior!r}; leave it out, or use prior='attention'"
             )
+        solver, starting = self.to_solver(), self.starting_weights()
+        unread = [name for name in self._given() if name not in starting]
+        if unread:
+            raise ValueError(
+                f'{", ".join(unread)} has no effect with {solver}, which reads {", ".join(starting)}; leave it out, or '
+                'choose a solver that reads it'
+            )
         for name, value in starting.items():
-            values = value if isinstance(value, Sequence) else [value]
-            if not all(0 < v < float('inf') for v in values):
-                raise ValueError(f'{name} must be positive and finite, got {value!r}')
-            if not all(FLOAT32.tiny <= v <= FLOAT32.max for v in values):
-                raise ValueError(
-                    f'{name} must be a normal float32 number, {FLOAT32.tiny:.3g} to {FLOAT32.max:.3g}, got {value!r}'
-                )
-            if isinstance(value, Sequence) and (self.learn == 'shared' or len(value) != self.modules):
-                raise ValueError(
-                    f'{name} must be one number, or a list of {self.modules}, one per module, when learn is not '
-                    f"'shared'; got {value!r} with learn={self.learn!r}"
-                )
+            _check_weight(name, value, 1 if self.learn == 'shared' else solver.num_weight_sets)
 
     @classmethod
     def paper(cls, solver: str = 'badmm-e', **changes: Any) -> 'PoolOptions':
         """The published layer: raw features, no gain, every weight from softplus(0); `changes` are further options."""
-        published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'view': 'identity', 'gain': 'off'}
+        published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
         return cls(**(published | changes))
 
     def _set(self, name: str, value: Any):
         """Set a field of this frozen object to its normalized value, a plain Python type."""
         object.__setattr__(self, name, value)
 
-    @property
-    def modules(self) -> int:
-        """T, the number of modules."""
-        if self.num_modules is not None:
-            return self.num_modules
-        if self._declared is not None:
-            return SOLVERS[self.solver].num_modules
-        return 1 if self.solver == 'sinkhorn' and self.structure == 0 else 4
-
-    @property
-    def _declared(self) -> Mapping[str, float] | None:
-        """The weights that a registered solver declares; None for the solvers of this package."""
-        return SOLVERS[self.solver].weights
-
     def to_solver(self) -> Solver:
-        return Solver(self.solver, self.coupled, self.num_inner, self.similarity, self.backend)
+        """The solver with its options."""
+        given = {name: getattr(self, name) for name in ('num_iters', 'num_outer', 'similarity')}
+        given['structure'] = True if self.structure else None
+        return make_solver(self.solver, **{name: value for name, value in given.items() if value is not None})
 
-    def starting_weights(self) -> dict[str, float | Sequence[float]]:
-        """The weights that this solver reads, and their initial values."""
-        declared = self._declared
-        if declared is not None:
-            given = {name: getattr(self, name) for name in _WEIGHTS} | dict(self.weights or {})
-            return {name: start if given.get(name) is None else given[name] for name, start in declared.items()}
-        mean = MEAN_START[self.view]
-        smoothness, step, feature_penalty, sample_penalty = {
-            'paper': (PAPER_START,) * 4,
-            # Each module of Bregman ADMM moves the plan by X / ρ: to end next to the mean, ρ grows with their number.
-            'mean': (mean, mean * self.modules, 1.0, mean * PENALTY),
-            # The sample marginal has to be free: in Sinkhorn by its penalty, in Bregman ADMM by a smoothness that
-            # leaves the other half of the plan flat.
-            'max': (MAX_START if self.solver == 'sinkhorn' else mean, MAX_START, 1.0, MAX_START / 100),
-        }[self.start]
-        starts: dict[str, float] = {}
-        if not (self.solver == 'badmm-e' and self.modules == 1):  # which is softmax pooling at temperature ρ
-            starts['smoothness'] = smoothness
-        if self.solver != 'sinkhorn':
-            starts['step'] = step
-        elif self.modules > 1:
-            starts['proximal'] = smoothness
-        if self.solver == 'sinkhorn' or self.coupled:
-            starts |= {'feature_penalty': feature_penalty, 'sample_penalty': sample_penalty}
-        weights: dict[str, float | Sequence[float]] = {}
-        for name, start in starts.items():
-            given = getattr(self, name)
-            weights[name] = start if given is None else given
-        if self.structure > 0:
-            weights['structure'] = self.structure
-        return weights
+    def starting_weights(self) -> dict[str, float | list[float]]:
+        """The weights that the solver reads, and their initial values."""
+        starts = self.to_solver().starts(self.start, MEAN_START[self.feature_scale])
+        given = self._given()
+        return {name: given.get(name, start) for name, start in starts.items()}
+
+    def _given(self) -> dict[str, Any]:
+        """Initial values of weights that the options give."""
+        given = {name: getattr(self, name) for name in _WEIGHTS if getattr(self, name) is not None}
+        given |= {'structure': self.structure} if self.structure else {}
+        return given | dict(self.weights or {})
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, ready for JSON or YAML; `pool_options` reads them back."""
@@ -232,7 +165,7 @@ def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, *
 
     A name is a solver's, or 'paper' for the published layer; in a mapping, `preset: paper` starts from the latter.
 
-    >>> pool_options('sinkhorn', view='log').view
+    >>> pool_options('sinkhorn', feature_scale='log').feature_scale
     'log'
     >>> pool_options({'preset': 'paper', 'solver': 'sinkhorn'}) == PoolOptions.paper('sinkhorn')
     True
@@ -268,16 +201,29 @@ def positive_integer(name: str, value: Any) -> int:
     return int(value)
 
 
+def _check_weight(name: str, value: float | Sequence[float], num_weight_sets: int):
+    values = value if isinstance(value, Sequence) else [value]
+    if not all(0 < v < float('inf') for v in values):
+        raise ValueError(f'{name} must be positive and finite, got {value!r}')
+    if not all(FLOAT32.tiny <= v <= FLOAT32.max for v in values):
+        raise ValueError(
+            f'{name} must be a normal float32 number, {FLOAT32.tiny:.3g} to {FLOAT32.max:.3g}, got {value!r}'
+        )
+    if isinstance(value, Sequence) and len(value) != num_weight_sets:
+        lists = f'or a list of {num_weight_sets}' if num_weight_sets > 1 else 'no list'
+        raise ValueError(f'{name} must be one number, {lists}, with this solver, num_iters and learn; got {value!r}')
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _numbers(name: str, value: Any) -> float | list[float]:
-    """The number given for a weight, or its numbers by module."""
+    """The number given for a weight, or its numbers by iteration."""
     if _is_number(value):
         return _float(name, value)
     if not isinstance(value, Sequence) or not all(_is_number(v) for v in value):
-        raise ValueError(f'{name} must be a number, or a list of numbers, one per module, got {value!r}')
+        raise ValueError(f'{name} must be a number, or a list of numbers, got {value!r}')
     return [_float(name, v) for v in value]
 
 
@@ -297,7 +243,8 @@ def _refuse_unknown(names: Mapping[str, Any]):
     known = [field.name for field in fields(PoolOptions)]
     unknown = sorted(str(name) for name in names if name not in known)
     if unknown:
-        raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}; known are {", ".join(known)}')
+        now = ''.join(f'; {name} is now {_RENAMED[name]}' for name in unknown if name in _RENAMED)
+        raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}{now}; known are {", ".join(known)}')
 
 
 # The limits of the paper's Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness,

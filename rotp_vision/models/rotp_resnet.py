@@ -27,8 +27,8 @@ class ROTPResNet(ResNet):
 
     Example:
         >>> import timm, rotp_vision
-        >>> model = timm.create_model('resnet18_rotp', rotp={'view': 'log'})
-        >>> type(model).__name__, model.global_pool.options.view
+        >>> model = timm.create_model('resnet18_rotp', rotp={'feature_scale': 'log'})
+        >>> type(model).__name__, model.global_pool.options.feature_scale
         ('ROTPResNet', 'log')
     """
 
@@ -91,11 +91,6 @@ class ROTPResNet(ResNet):
         """The arguments that describe the pooling: all of its options, because a variant fills in what is left out."""
         pools = {'rotp': self.global_pool, 'rotp_stem': self.maxpool}
         return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool)}
-
-    def no_weight_decay(self) -> set[str]:
-        """Parameters that timm's optimizers exempt from weight decay: the pooling's positive weights."""
-        pools = [(name, module) for name, module in self.named_modules() if isinstance(module, ROTPool)]
-        return {f'{name}.{key}' for name, pool in pools for key in pool.no_weight_decay()}
 
 
 _LAYERS = {

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rotp_vision.core import PENALTY
 from rotp_vision.layers import PoolOptions, ROTPool
-from rotp_vision.layers.options import PENALTY
 
 # Whatever a ROT pool can be: Sinkhorn with a temperature and a norm prior, and softmax and max pooling.
 OURS = 'ROTP'
@@ -40,7 +40,7 @@ class Pooling(NamedTuple):
 
 def softmax_options(temperature: float) -> PoolOptions:
     """Softmax pooling: one module of entropic Bregman ADMM with a uniform prior."""
-    return PoolOptions('badmm-e', num_modules=1, step=temperature, gain='off')
+    return PoolOptions('badmm-e', num_iters=1, step=temperature, gain='off')
 
 
 def _mean(sets: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def all_poolings() -> list[Pooling]:
     """Average first."""
     return [
         AVERAGE,
-        _rot('max', '', PoolOptions('badmm-e', num_modules=1, start='max', gain='off')),
+        _rot('max', '', PoolOptions('badmm-e', num_iters=1, start='max', gain='off')),
         Pooling('average + max', '', _mean_max),
         *(Pooling('GeM', f'p = {power:g}', partial(_gem, power=power)) for power in _GEM_POWERS),
         *(_rot('softmax', f'temperature {t:g}', softmax_options(t)) for t in _TEMPERATURES),

@@ -182,7 +182,7 @@ def describe(model: nn.Module) -> str:
     Example:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> 'GlobalROTPool2d(sinkhorn, view=rms)' in rotp_vision.describe(model)
+        >>> 'GlobalROTPool2d(sinkhorn, rms)' in rotp_vision.describe(model)
         True
     """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
@@ -193,7 +193,7 @@ def describe(model: nn.Module) -> str:
         if isinstance(pool, UserPool):
             new = type(pool.pool).__name__
         else:
-            new = f'{type(pool).__name__}({pool.options.solver}, view={pool.options.view})'
+            new = f'{type(pool).__name__}({pool.options.solver}, {pool.options.feature_scale})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
     return text_table(rows)
 

@@ -5,7 +5,6 @@ from typing import Literal
 from torch import Tensor, nn
 
 from rotp_vision.layers import ROTPool
-from rotp_vision.layers.base import keep_values_if_absent
 
 
 class UserPool(nn.Module):
@@ -42,7 +41,8 @@ class UserPool(nn.Module):
         return False
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        keep_values_if_absent(self, state_dict, prefix)
+        if not any(key.startswith(prefix) for key in state_dict):
+            state_dict.update({prefix + key: value for key, value in self.state_dict().items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -72,7 +72,7 @@ def published_badmm(
     regularizer: str,
     similarity: str = 'covariance',
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """log P, log μ, log η after Algorithm 2, module t with (α0, α1, α2, α3) = alphas[t] and ρ = rhos[t].
+    """log P, log μ, log η after Algorithm 2, iteration t with (α0, α1, α2, α3) = alphas[t] and ρ = rhos[t].
 
     μ, η, z1 and z2 are kept and updated as eq. "update_mu", "update_eta" and "zs" print them.
     """
@@ -111,13 +111,13 @@ def proximal_sinkhorn(
     log_q0: Tensor,
     alphas: list[tuple[float, float, float, float]],
     taus: list[float],
-    num_inner: int,
+    num_iters: int,
     similarity: str = 'covariance',
 ) -> Tensor:
-    """Plan after Algorithm 1, corrected, module t with (α0, α1, α2, α3) = alphas[t] and τ = taus[t].
+    """Plan after Algorithm 1, corrected, outer step t with (α0, α1, α2, α3) = alphas[t] and τ = taus[t].
 
     Corrected: the duals, held divided by α1', lose the printed extra 1/α1'; b is updated after a and from it; every
-    module ends on the constraint set, mass one. Not in the log domain.
+    outer step ends on the constraint set, mass one. Not in the log domain.
     """
     p0, q0 = log_p0.exp(), log_q0.exp()
     plan = torch.outer(p0, q0)
@@ -127,7 +127,7 @@ def proximal_sinkhorn(
         cost = -x - alpha0 * sigma1 @ plan @ sigma2.T - tau * plan.log()
         kernel = (-cost / alpha1_prime).exp()
         u, v = torch.ones_like(p0), torch.ones_like(q0)  # exp(a), exp(b)
-        for _ in range(num_inner):
+        for _ in range(num_iters):
             u = (p0 / (kernel @ v)) ** (alpha2 / (alpha1_prime + alpha2))
             v = (q0 / (kernel.T @ u)) ** (alpha3 / (alpha1_prime + alpha3))
         plan = u[:, None] * kernel * v[None, :]

@@ -3,24 +3,13 @@
 import pytest
 import torch
 
-from rotp_vision.core import (
-    Solver,
-    StepWeights,
-    badmm,
-    objective,
-    pool,
-    rot_problem,
-    sinkhorn,
-    solve,
-    step_weights,
-    structural_force,
-)
+from rotp_vision.core import average, make_solver, objective, rot_pool, rot_problem, solve, structural_force
+from tests.core.variants import constant
 
 X = torch.zeros(2, 3, 4)
 PROBLEM = rot_problem(X)
-ONE = torch.ones(1)
-FULL = step_weights(2, smoothness=1.0, feature_penalty=1.0, sample_penalty=1.0, step=1.0, structure=1.0)
 ALPHA = {'smoothness': 1.0, 'feature_penalty': 1.0, 'sample_penalty': 1.0}
+SINKHORN, BADMM = make_solver('sinkhorn'), make_solver('badmm-e')
 
 BAD = {
     'rank': (lambda: rot_problem(torch.zeros(3, 4)), r'features must have shape \(B, D, N\), got \(3, 4\)'),
@@ -52,51 +41,38 @@ BAD = {
         lambda: rot_problem(X, mask=torch.tensor([[True] * 4, [False] * 4])),
         r'mask must leave at least one sample in every set, got none in set\(s\) \[1\]',
     ),
-    'zero weight': (lambda: step_weights(1, smoothness=0.0), 'smoothness must be positive and finite, got 0.0'),
-    'negative weight': (
-        lambda: step_weights(1, smoothness=1.0, feature_penalty=-1.0),
-        'feature_penalty must be positive and finite, got -1.0',
-    ),
-    'negative in list': (
-        lambda: step_weights(2, smoothness=1.0, step=[1.0, -2.0]),
-        r'step must be positive and finite, got \[1.0, -2.0\]',
-    ),
-    'infinite weight': (
-        lambda: step_weights(1, smoothness=1.0, proximal=float('inf')),
-        'proximal must be positive and finite, got inf',
-    ),
-    'not a number': (
-        lambda: step_weights(1, smoothness=1.0, structure=float('nan')),
-        'structure must be positive and finite, got nan',
-    ),
-    'weights of the wrong length': (
-        lambda: step_weights(3, smoothness=[1.0, 2.0]),
-        r'smoothness must be one number or 3, one per module, got \(2,\)',
-    ),
-    'no modules': (lambda: step_weights(0, smoothness=1.0), 'num_modules must be at least 1, got 0'),
-    'uneven weights': (
-        lambda: badmm(PROBLEM, StepWeights(torch.ones(2), step=torch.ones(3))),
-        "must have one entry per module each, got lengths {'smoothness': 2, 'step': 3}",
-    ),
-    'uneven structure': (
-        lambda: badmm(PROBLEM, StepWeights(ONE, step=ONE, structure=torch.ones(2))),
-        "must have one entry per module each, got lengths .*'structure': 2",
-    ),
-    'uneven proximal': (
-        lambda: sinkhorn(PROBLEM, FULL._replace(proximal=torch.ones(3)), 1),
-        "must have one entry per module each, got lengths .*'proximal': 3",
+    'feature scale': (
+        lambda: rot_problem(X, feature_scale='identity'),
+        "feature_scale must be one of raw, rms, log, got 'identity'",
     ),
     'sinkhorn without penalties': (
-        lambda: sinkhorn(PROBLEM, StepWeights(ONE), 1),
-        r'sinkhorn needs the weight\(s\) feature_penalty, sample_penalty, got None',
+        lambda: rot_pool(PROBLEM, constant(smoothness=1.0), SINKHORN),
+        r"solver 'sinkhorn' needs the weight\(s\) feature_penalty, sample_penalty, got smoothness",
     ),
-    'badmm without step': (lambda: badmm(PROBLEM, StepWeights(ONE)), r'badmm needs the weight\(s\) step, got None'),
+    'badmm without step': (
+        lambda: solve(PROBLEM, constant(smoothness=1.0), BADMM),
+        r"solver 'badmm-e' needs the weight\(s\) step",
+    ),
     'coupled badmm without penalty': (
-        lambda: badmm(PROBLEM, FULL._replace(sample_penalty=None), coupled=True),
-        r'coupled badmm needs the weight\(s\) sample_penalty, got None',
+        lambda: solve(PROBLEM, constant(smoothness=1.0, step=1.0), make_solver('badmm-e-coupled')),
+        r"solver 'badmm-e-coupled' needs the weight\(s\) feature_penalty, sample_penalty",
     ),
-    'no inner steps': (lambda: sinkhorn(PROBLEM, FULL, 0), 'num_inner must be at least 1, got 0'),
-    'regularizer': (lambda: badmm(PROBLEM, FULL, regularizer='l1'), "regularizer must be 'entropic' or .* got 'l1'"),
+    'weights of the wrong length': (
+        lambda: solve(PROBLEM, {'smoothness': torch.ones(3), 'step': torch.ones(4)}, BADMM),
+        r"weight smoothness of solver 'badmm-e' must have shape \(1,\) or \(4,\), got \(3,\)",
+    ),
+    'a weight without axis': (
+        lambda: rot_pool(PROBLEM, constant(**ALPHA) | {'smoothness': torch.tensor(1.0)}, SINKHORN),
+        r"weight smoothness of solver 'sinkhorn' must have shape .*, got \(\)",
+    ),
+    'backend': (
+        lambda: rot_pool(PROBLEM, constant(**ALPHA), SINKHORN, backend='triton'),
+        "backend must be one of auto, reference, got 'triton'",
+    ),
+    'coupled in two iterations': (
+        lambda: make_solver('badmm-q-coupled', num_iters=2),
+        'num_iters of badmm-q-coupled must be at least 3 for its penalties to act, got 2',
+    ),
     'objective regularizer': (
         lambda: objective(PROBLEM, X, regularizer='l1', **ALPHA),
         "regularizer must be 'entropic' or 'quadratic', got 'l1'",
@@ -106,12 +82,15 @@ BAD = {
         "similarity must be 'covariance' or 'cosine', got 'l2'",
     ),
     'solver similarity': (
-        lambda: solve(PROBLEM, FULL, Solver('badmm-e', similarity='l2')),
-        "similarity must be 'covariance' or 'cosine', got 'l2'",
+        lambda: make_solver('badmm-e', structure=True, similarity='l2'),
+        "similarity must be one of covariance, cosine, got 'l2'",
     ),
-    'solver': (lambda: solve(PROBLEM, FULL, Solver('badmm')), "solver must be one of .*, got 'badmm'"),
+    'similarity without structure': (
+        lambda: make_solver('sinkhorn', similarity='cosine'),
+        'similarity has no effect without structural term',
+    ),
     'pool shapes': (
-        lambda: pool(X, torch.zeros(2, 3, 5)),
+        lambda: average(X, torch.zeros(2, 3, 5)),
         r'features and log_plan must have the same shape, got \(2, 3, 4\) and \(2, 3, 5\)',
     ),
 }

@@ -3,18 +3,21 @@
 import pytest
 import torch
 
-from rotp_vision.core import pool, rot_pool, rot_problem, sinkhorn, solve, step_weights
+from rotp_vision.core import make_solver, rot_pool, rot_problem, solve
 from tests.core.variants import (
+    PLAIN,
+    PUBLISHED,
     VARIANTS,
-    every_structure,
+    constant,
+    every,
     every_variant,
     random,
     varied_problem,
     varied_weights,
-    with_similarity,
 )
 
-PUBLISHED = [VARIANTS['badmm-e'], VARIANTS['badmm-q']]
+# Covariances are centred, and the mass is fixed; cosine similarity does feel a constant.
+SHIFT_INVARIANT = {name: solver for name, solver in VARIANTS.items() if solver.similarity != 'cosine'}
 
 
 def assert_equal(actual, expected, atol=1e-12):
@@ -22,9 +25,8 @@ def assert_equal(actual, expected, atol=1e-12):
 
 
 @every_variant
-@every_structure
-def test_order_of_the_samples_does_not_matter(solver, similarity):
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+def test_order_of_the_samples_does_not_matter(solver):
+    weights = varied_weights(solver)
     x, log_p0, log_q0, *_ = varied_problem(2, 4, 7)
     order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
     plans, pooled = [], []
@@ -37,11 +39,10 @@ def test_order_of_the_samples_does_not_matter(solver, similarity):
 
 
 @every_variant
-@every_structure
 @pytest.mark.parametrize('padding', [0.0, 1e30, float('nan'), float('inf'), float('-inf')])
-def test_padding_does_not_matter(solver, similarity, padding):
+def test_padding_does_not_matter(solver, padding):
     """A padded set gives what the unpadded one gives, and nothing flows back to the padding."""
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+    weights = varied_weights(solver)
     x, log_p0, log_q0, *_ = varied_problem(2, 4, 7)
     mask = torch.tensor([[True, True, False, True, False, True, True], [False, False, True, True, False, True, False]])
     padded = x.masked_fill(~mask.unsqueeze(1), padding).requires_grad_()
@@ -66,18 +67,16 @@ def test_padding_does_not_matter(solver, similarity, padding):
 
 
 @every_variant
-@every_structure
-def test_a_full_mask_changes_nothing(solver, similarity):
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+def test_a_full_mask_changes_nothing(solver):
+    weights = varied_weights(solver)
     x = random(2, 4, 5)
     full = rot_problem(x, mask=torch.ones(2, 5, dtype=torch.bool))
     assert_equal(solve(full, weights, solver), solve(rot_problem(x), weights, solver))
 
 
 @every_variant
-@every_structure
-def test_sets_of_a_batch_do_not_see_each_other(solver, similarity):
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+def test_sets_of_a_batch_do_not_see_each_other(solver):
+    weights = varied_weights(solver)
     x, log_p0, log_q0, *_ = varied_problem(3, 4, 5)
     x[1] *= 1e3  # a neighbour that would be felt
     together = solve(rot_problem(x, log_feature_prior=log_p0, log_sample_prior=log_q0), weights, solver)
@@ -88,30 +87,27 @@ def test_sets_of_a_batch_do_not_see_each_other(solver, similarity):
 
 
 @every_variant
-@every_structure
-def test_plan_has_mass_one(solver, similarity):
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+def test_plan_has_mass_one(solver):
+    weights = varied_weights(solver)
     mass = solve(varied_problem(2, 4, 5), weights, solver).exp().sum((1, 2))
     assert_equal(mass, torch.ones(2, dtype=torch.float64))
 
 
-@every_variant
-@pytest.mark.parametrize('similarity', [None, 'covariance'])
-def test_one_constant_added_to_all_features_shifts_the_output_alone(solver, similarity):
-    """Mass is fixed and covariances are centred; cosine similarity does feel the constant."""
-    solver, weights = with_similarity(solver, similarity), varied_weights(3, solver, structure=similarity is not None)
+@every(SHIFT_INVARIANT)
+def test_one_constant_added_to_all_features_shifts_the_output_alone(solver):
+    weights = varied_weights(solver)
     x = random(2, 4, 5)
     shifted = x + 7.0
     assert_equal(solve(rot_problem(shifted), weights, solver), solve(rot_problem(x), weights, solver), 1e-11)
     assert_equal(rot_pool(rot_problem(shifted), weights, solver), rot_pool(rot_problem(x), weights, solver) + 7.0)
 
 
-@every_variant
+@every(PLAIN)
 def test_a_constant_per_feature_cancels_where_the_rows_are_pinned(solver):
     """The published Bregman ADMM pins the rows of the plan to p0; where penalties act, a larger feature gets mass."""
-    weights, x = varied_weights(3, solver), random(2, 4, 5)
+    weights, x = varied_weights(solver), random(2, 4, 5)
     change = solve(rot_problem(x + random(2, 4, 1, seed=3)), weights, solver) - solve(rot_problem(x), weights, solver)
-    if solver in PUBLISHED:
+    if solver in PUBLISHED.values():
         assert_equal(change, torch.zeros_like(change))
     else:
         assert change.abs().max() > 0.1
@@ -121,10 +117,8 @@ def test_a_constant_per_feature_cancels_where_the_rows_are_pinned(solver):
 
 
 def sinkhorn_pooled(x, alpha, log_sample_prior=None):
-    weights = step_weights(
-        1, smoothness=alpha[0], feature_penalty=alpha[1], sample_penalty=alpha[2], dtype=torch.float64
-    )
-    return pool(x, sinkhorn(rot_problem(x, log_sample_prior=log_sample_prior), weights, 8))
+    weights = constant(smoothness=alpha[0], feature_penalty=alpha[1], sample_penalty=alpha[2])
+    return rot_pool(rot_problem(x, log_sample_prior=log_sample_prior), weights, make_solver('sinkhorn', num_iters=8))
 
 
 @pytest.mark.parametrize('prior', ['uniform', 'attention'])
@@ -156,41 +150,38 @@ def test_sinkhorn_of_two_pooled_sets_becomes_mixed_pooling():
     assert_equal(mixed, omega * x.mean(2) + (1 - omega) * x.amax(2), 1e-2)
 
 
-@pytest.mark.parametrize('solver', PUBLISHED, ids=['badmm-e', 'badmm-q'])
-def test_one_published_module_is_softmax_pooling(solver):
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_one_published_iteration_is_softmax_pooling(name):
     x, rho = random(2, 6, 9), 0.7
-    weights = step_weights(1, smoothness=0.5, step=rho, dtype=torch.float64)
-    assert_equal(rot_pool(rot_problem(x), weights, solver), (x * (x / rho).softmax(2)).sum(2))
+    weights = constant(smoothness=0.5, step=rho)
+    pooled = rot_pool(rot_problem(x), weights, make_solver(name, num_iters=1))
+    assert_equal(pooled, (x * (x / rho).softmax(2)).sum(2))
 
 
-@pytest.mark.parametrize('solver', VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_one_sharp_published_iteration_is_max_pooling(name):
+    """ρ = 1e-3 errs by at most ρ log N."""
+    x = random(2, 6, 9)
+    weights = constant(smoothness=1.0, step=1e-3)
+    error = x.amax(2) - rot_pool(rot_problem(x), weights, make_solver(name, num_iters=1))
+    assert (error >= 0).all()
+    assert (error < 1e-3 * torch.tensor(9.0).log()).all()
+
+
+@every(PLAIN)
 @pytest.mark.parametrize('prior', ['uniform', 'attention'])
 def test_every_solver_becomes_mean_or_attention_pooling(solver, prior):
-    """Four modules at temperature 1e5 err by less than 1e-3, and by a tenth of that at 1e6."""
+    """Temperature 1e5 errs by less than 1e-3, and 1e6 by a tenth of that."""
     x = random(2, 6, 9)
     logits = random(2, 9, seed=1) if prior == 'attention' else torch.zeros(2, 9, dtype=torch.float64)
     expected = (x * logits.softmax(1).unsqueeze(1)).sum(2)
     errors = []
     for temperature in (1e5, 1e6):
-        weights = step_weights(
-            4,
-            # The temperature is α1 for Sinkhorn, ρ for Bregman ADMM.
-            smoothness=temperature if solver.name == 'sinkhorn' else 1.0,
-            feature_penalty=1e14,
-            sample_penalty=1e14,
-            step=temperature,
-            dtype=torch.float64,
-        )
+        # The temperature is α1 for Sinkhorn, ρ for Bregman ADMM.
+        smoothness = temperature if solver.name == 'sinkhorn' else 1.0
+        values = {'smoothness': smoothness, 'feature_penalty': 1e14, 'sample_penalty': 1e14}
+        values |= {'step': temperature, 'proximal': 1.0}
+        weights = constant(**{name: values[name] for name in solver.starts('mean', 1.0)})
         errors.append(rot_pool(rot_problem(x, log_sample_prior=logits), weights, solver) - expected)
     assert errors[0].abs().max() < 1e-3
     assert_equal(errors[1], errors[0] / 10, 1e-7)
-
-
-@pytest.mark.parametrize('solver', PUBLISHED, ids=['badmm-e', 'badmm-q'])
-def test_one_sharp_published_module_is_max_pooling(solver):
-    """ρ = 1e-3 errs by at most ρ log N."""
-    x = random(2, 6, 9)
-    weights = step_weights(1, smoothness=1.0, step=1e-3, dtype=torch.float64)
-    error = x.amax(2) - rot_pool(rot_problem(x), weights, solver)
-    assert (error >= 0).all()
-    assert (error < 1e-3 * torch.tensor(9.0).log()).all()

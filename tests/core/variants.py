@@ -1,52 +1,56 @@
-"""Every solver variant once, and small problems for them."""
+"""Every solver variant once, and small problems and weights for them."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from rotp_vision.core import ROTProblem, Solver, StepWeights, rot_problem, step_weights
+from rotp_vision.core import ROTProblem, Solver, make_solver, rot_problem
 
-VARIANTS = {
-    'sinkhorn': Solver('sinkhorn', num_inner=3),
-    'badmm-e': Solver('badmm-e'),
-    'badmm-q': Solver('badmm-q'),
-    'coupled-badmm-e': Solver('badmm-e', coupled=True),
-    'coupled-badmm-q': Solver('badmm-q', coupled=True),
+BADMM = ('badmm-e', 'badmm-q', 'badmm-e-coupled', 'badmm-q-coupled')
+# With three sets of weights every dual is made, added to and read.
+VARIANTS: dict[str, Solver] = {
+    'sinkhorn': make_solver('sinkhorn', num_iters=3),
+    'sinkhorn proximal': make_solver('sinkhorn', num_iters=2, num_outer=3),
+    **{name: make_solver(name, num_iters=3) for name in BADMM},
 }
-SINKHORN = VARIANTS['sinkhorn']
+for similarity in ('covariance', 'cosine'):
+    structured = {'structure': True, 'similarity': similarity}
+    VARIANTS[f'sinkhorn {similarity}'] = make_solver('sinkhorn', num_iters=2, num_outer=3, **structured)
+    VARIANTS |= {f'{name} {similarity}': make_solver(name, num_iters=3, **structured) for name in BADMM}
+PLAIN = {name: solver for name, solver in VARIANTS.items() if not solver.structure}
+PUBLISHED = {name: VARIANTS[name] for name in ('badmm-e', 'badmm-q')}
 
-every_variant = pytest.mark.parametrize('solver', VARIANTS.values(), ids=VARIANTS)
-every_structure = pytest.mark.parametrize('similarity', [None, 'covariance', 'cosine'])
+
+def every(variants: dict[str, Solver]):
+    return pytest.mark.parametrize('solver', variants.values(), ids=variants)
+
+
+every_variant = every(VARIANTS)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def with_similarity(solver: Solver, similarity: str | None) -> Solver:
-    return solver if similarity is None else solver._replace(similarity=similarity)
+def constant(dtype: torch.dtype = torch.float64, **values: float) -> dict[str, Tensor]:
+    """Weights that all iterations share."""
+    return {name: torch.tensor([value], dtype=dtype) for name, value in values.items()}
 
 
-def varied_weights(
-    num_modules: int, solver: Solver, *, structure: bool = False, dtype: torch.dtype = torch.float64
-) -> StepWeights:
-    """The weights that `solver` reads and no others, different in every module."""
-
-    def ramp(first: float, last: float) -> list[float]:
-        return torch.linspace(first, last, num_modules).tolist()
-
-    proximal = solver.name == 'sinkhorn'
-    penalties = proximal or solver.coupled
-    return step_weights(
-        num_modules,
-        smoothness=ramp(0.5, 0.8),
-        feature_penalty=ramp(0.7, 1.2) if penalties else None,
-        sample_penalty=ramp(0.4, 0.2) if penalties else None,
-        structure=ramp(0.3, 0.5) if structure else None,
-        step=None if proximal else ramp(1.2, 0.9),
-        proximal=ramp(0.2, 0.4) if proximal else None,
-        dtype=dtype,
-    )
+def varied_weights(solver: Solver, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The weights that `solver` reads and no others, different in every iteration."""
+    ranges = {
+        'smoothness': (0.5, 0.8),
+        'feature_penalty': (0.7, 1.2),
+        'sample_penalty': (0.4, 0.2),
+        'structure': (0.3, 0.5),
+        'step': (1.2, 0.9),
+        'proximal': (0.2, 0.4),
+    }
+    return {
+        name: torch.linspace(*ranges[name], solver.num_weight_sets, dtype=torch.float64).to(dtype)
+        for name in solver.starts('mean', 1.0)
+    }
 
 
 def varied_problem(batch: int, num_features: int, num_samples: int, *, seed: int = 0) -> ROTProblem:

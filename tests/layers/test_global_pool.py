@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from rotp_vision import GlobalROTPool2d, PoolOptions, pool_options
-from rotp_vision.core import pool, rot_problem, solve, step_weights
+from rotp_vision.core import rot_problem, solve, step_weights
 
-SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e', 'coupled': True}]
+SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e-coupled'}]
 
 
 @pytest.mark.parametrize('options', SOLVERS)
 def test_is_the_core_solver_on_the_flattened_map(options):
-    layer = GlobalROTPool2d(pool_options(options, view='identity', smoothness=0.5))
+    layer = GlobalROTPool2d(pool_options(options, feature_scale='raw', smoothness=0.5))
     x = torch.rand(2, 6, 3, 5)
     sets = x.flatten(2)
     weights = step_weights(layer.options.modules, **layer.options.starting_weights())
@@ -32,7 +32,7 @@ def test_every_parameter_that_exists_gets_a_gradient(solver, num_modules):
 def test_one_module_is_softmax_pooling():
     x = torch.rand(2, 6, 3, 5)
     weights = (x.flatten(2) / 0.4).softmax(2)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4, view='identity'))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4, feature_scale='raw'))
     torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
 
 
@@ -69,7 +69,7 @@ def test_timm_pool_protocol_and_repr():
 @pytest.mark.parametrize('view', ['identity', 'rms', 'log'])
 def test_nan_in_nan_out(options, view):
     options = {'solver': options} if isinstance(options, str) else options
-    layer = GlobalROTPool2d({**options, 'view': view})
+    layer = GlobalROTPool2d({**options, 'feature_scale': view})
     x = torch.rand(2, 3, 4, 4)
     x[0, 1, 2, 2] = float('nan')
     pooled = layer(x)
@@ -116,7 +116,9 @@ def test_log_view_is_gem_in_its_limits():
     torch.manual_seed(0)
 
     def rotp(x, s):
-        fixed = PoolOptions('sinkhorn', view='log', smoothness=1 / s, feature_penalty=1.0, sample_penalty=1e-12)
+        fixed = PoolOptions(
+            'sinkhorn', feature_scale='log', smoothness=1 / s, feature_penalty=1.0, sample_penalty=1e-12
+        )
         return GlobalROTPool2d(fixed).double()(x)
 
     def gem(x, p):
@@ -157,7 +159,7 @@ def test_dtype_is_kept_and_half_precision_solves_in_float32(dtype):
 
 def test_autocast_changes_nothing_but_the_input():
     x = torch.rand(2, 5, 3, 3)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', structure=0.1, view='rms', gain='scalar'))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', structure=0.1, feature_scale='rms', gain='scalar'))
     with torch.autocast('cpu', torch.bfloat16):
         inside = layer(x)
     assert torch.equal(inside, layer(x))
@@ -196,7 +198,7 @@ def test_bad_input():
 
 
 def test_compile_and_export():
-    layer = GlobalROTPool2d(PoolOptions('sinkhorn', view='rms', gain='scalar'))
+    layer = GlobalROTPool2d(PoolOptions('sinkhorn', feature_scale='rms', gain='scalar'))
     compiled = torch.compile(layer, fullgraph=True, backend='aot_eager')
     for batch in (2, 3):
         x = torch.rand(batch, 4, 3, 3)

@@ -57,7 +57,7 @@ def test_same_padding_as_tensorflow():
 
 def test_a_window_is_a_set_of_its_own():
     x = torch.rand(2, 5, 4, 6)
-    pool = LocalROTPool2d(PoolOptions('badmm-e', view='rms'), kernel_size=2)
+    pool = LocalROTPool2d(PoolOptions('badmm-e', feature_scale='rms'), kernel_size=2)
     windows = nn.functional.unfold(x, 2, stride=2).view(2, 5, 4, 6).permute(0, 3, 1, 2).reshape(12, 5, 4)
     expected = pool.pool_sets(windows).view(2, 2, 3, 5).permute(0, 3, 1, 2)
     torch.testing.assert_close(pool(x), expected)

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool
-from rotp_vision.core import VIEW_FLOOR, pool, rot_problem, solve, view_of
+from rotp_vision.core import FLOOR, pool, rot_problem, scale_features, solve
 from rotp_vision.layers.parameters import log_norm
 
 SOLVERS = [
     {'solver': 'sinkhorn'},
     {'solver': 'badmm-e'},
     {'solver': 'badmm-q'},
-    {'solver': 'badmm-e', 'coupled': True},
-    {'solver': 'badmm-q', 'coupled': True},
+    {'solver': 'badmm-e-coupled'},
+    {'solver': 'badmm-q-coupled'},
     {'solver': 'sinkhorn', 'structure': 0.1},
 ]
 every_solver = pytest.mark.parametrize('solver', SOLVERS, ids=lambda s: '-'.join(map(str, s.values())))
@@ -32,7 +32,7 @@ def test_is_the_solver_with_that_prior(solver, backend):
     made = layer(solver, backend=backend)
     x = torch.randn(2, 5, 7, dtype=torch.float64)
     q0 = torch.stack([torch.tensor([math.hypot(*column) ** 1.5 for column in one.T.tolist()]) for one in x]).double()
-    problem = rot_problem(view_of(x, 'rms'), log_sample_prior=q0.log())
+    problem = rot_problem(scale_features(x, 'rms'), log_sample_prior=q0.log())
     expected = pool(x, solve(problem, made.weights(), made.solver))
     torch.testing.assert_close(made.pool_sets(x), expected, rtol=1e-6, atol=1e-8)
 
@@ -107,9 +107,7 @@ def test_finite_at_any_scale(solver, view, scale):
 
 def test_norms_far_from_one_and_at_the_floor():
     x = torch.tensor([[[3e30, 0.0, 1e-9, 3.0], [4e30, 0.0, 1e-9, 4.0]]])
-    expected = torch.tensor(
-        [[math.log(5) + 30 * math.log(10), math.log(VIEW_FLOOR), math.log(VIEW_FLOOR), math.log(5)]]
-    )
+    expected = torch.tensor([[math.log(5) + 30 * math.log(10), math.log(FLOOR), math.log(FLOOR), math.log(5)]])
     torch.testing.assert_close(log_norm(x), expected)
 
 
@@ -178,7 +176,7 @@ def test_power_can_be_set_read_saved_and_stays_out_of_weight_decay():
 def test_options_can_be_changed_in_place():
     made = GlobalROTPool2d(PoolOptions('sinkhorn', prior='attention'), 4).double().eval()
     score = made.prior.sample_hidden.weight.clone()
-    made.set_options(PoolOptions('sinkhorn', prior='attention', view='log'))
+    made.set_options(PoolOptions('sinkhorn', prior='attention', feature_scale='log'))
     assert torch.equal(made.prior.sample_hidden.weight, score)
     made.set_options({'solver': 'sinkhorn', 'prior': 'norm', 'smoothness': 3.0})
     assert made.options == PoolOptions('sinkhorn', prior='norm', smoothness=3.0)

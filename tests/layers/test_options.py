@@ -11,7 +11,7 @@ from rotp_vision.layers.options import PAPER_START
 
 def test_defaults_are_next_to_the_mean_on_a_scale_free_view_with_a_gain():
     options = PoolOptions()
-    assert (options.solver, options.view, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'mean')
+    assert (options.solver, options.feature_scale, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'mean')
     assert (options.modules, options.num_inner, options.structure, options.prior) == (1, 4, 0.0, 'uniform')
     assert options.starting_weights() == {'smoothness': 50.0, 'feature_penalty': 1.0, 'sample_penalty': 150.0}
 
@@ -19,12 +19,17 @@ def test_defaults_are_next_to_the_mean_on_a_scale_free_view_with_a_gain():
 @pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q', 'sinkhorn'])
 def test_the_published_layer_by_every_name(solver):
     options = PoolOptions.paper(solver)
-    assert (options.solver, options.view, options.gain, options.prior) == (solver, 'identity', 'off', 'uniform')
+    assert (options.solver, options.feature_scale, options.gain, options.prior) == (
+        solver,
+        'identity',
+        'off',
+        'uniform',
+    )
     assert set(options.starting_weights().values()) == {PAPER_START}
     assert pool_options({'preset': 'paper', 'solver': solver}) == options
     assert pool_options('paper', solver=solver) == options
     assert pool_options(json.loads(json.dumps(options.to_dict()))) == options
-    assert PoolOptions.paper(solver, view='rms') == pool_options('paper', solver=solver, view='rms')
+    assert PoolOptions.paper(solver, feature_scale='rms') == pool_options('paper', solver=solver, feature_scale='rms')
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ def test_the_published_layer_by_every_name(solver):
         ),
         ({'solver': 'badmm-q'}, {'smoothness', 'step'}),
         ({'solver': 'badmm-e', 'structure': 0.1}, {'smoothness', 'step', 'structure'}),
-        ({'solver': 'badmm-e', 'coupled': True}, {'smoothness', 'step', 'feature_penalty', 'sample_penalty'}),
+        ({'solver': 'badmm-e-coupled'}, {'smoothness', 'step', 'feature_penalty', 'sample_penalty'}),
     ],
 )
 def test_only_weights_that_the_solver_reads_exist(options, weights):
@@ -45,11 +50,11 @@ def test_only_weights_that_the_solver_reads_exist(options, weights):
 
 
 def test_options_from_every_form_and_back():
-    options = PoolOptions('sinkhorn', view='log', smoothness=4.0, gain='channel')
+    options = PoolOptions('sinkhorn', feature_scale='log', smoothness=4.0, gain='channel')
     as_json = json.loads(json.dumps(options.to_dict()))
     assert pool_options(as_json) == options
     assert pool_options(options) == options
-    assert pool_options('sinkhorn', view='log', smoothness=4.0, gain='channel') == options
+    assert pool_options('sinkhorn', feature_scale='log', smoothness=4.0, gain='channel') == options
     assert pool_options(None) == PoolOptions()
     assert pool_options(options, start='paper').start == 'paper'
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -102,9 +107,9 @@ def test_numbers_of_numpy_become_pythons():
         ({'similarity': 'cosine'}, 'similarity has no effect without structural term; leave it out, or give structure'),
         ({'prior_width': 4}, "prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'"),
         ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
-        ({'solver': 'badmm-e', 'coupled': True, 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
+        ({'solver': 'badmm-e-coupled', 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
         ({'solver': 'badmm-e', 'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
-        ({'view': 'raw'}, 'view must be one of identity, rms, log'),
+        ({'feature_scale': 'raw'}, 'view must be one of identity, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
         ({'smoothness': 1e-45}, 'smoothness must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
         ({'smoothness': 1e300}, 'smoothness must be a normal float32 number'),
@@ -113,7 +118,7 @@ def test_numbers_of_numpy_become_pythons():
         ({'structure': 10**400}, 'structure must be a normal float32 number'),
         ({'num_modules': 10**400}, 'num_modules must be a positive integer, got one of 1329 bits'),
         ({'solver': np.array(['sinkhorn', 'badmm-e'])}, 'solver must be one of'),
-        ({'view': np.arange(3)}, 'view must be one of'),
+        ({'feature_scale': np.arange(3)}, 'view must be one of'),
         ({1: 2, 'b': 3}, 'unknown pooling option.s. 1, b'),
         ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),

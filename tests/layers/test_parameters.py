@@ -5,11 +5,11 @@ import torch
 from torch.nn import functional as F
 
 from rotp_vision import PoolOptions, ROTPool
-from rotp_vision.core import view_of
+from rotp_vision.core import scale_features
 from rotp_vision.layers.parameters import AttentionPrior, PositiveWeight
 
 
-@pytest.mark.parametrize('learn', ['per-module', 'shared', 'fixed'])
+@pytest.mark.parametrize('learn', ['per-iteration', 'shared', 'fixed'])
 def test_starting_values_mean_what_they_say(learn):
     options = PoolOptions.paper(
         'badmm-e', coupled=True, learn=learn, structure=0.2, smoothness=0.3, feature_penalty=5.0, step=1e3
@@ -77,16 +77,16 @@ def test_attention_prior_reaches_the_plan():
 def test_views_with_mask_equal_views_of_what_is_left(view):
     x = torch.rand(1, 3, 6)
     mask = torch.tensor([[True, True, False, True, False, True]])
-    seen = view_of(x.masked_fill(~mask, 0.0), view, mask.unsqueeze(1))
-    torch.testing.assert_close(seen[..., mask[0]], view_of(x[..., mask[0]], view))
+    seen = scale_features(x.masked_fill(~mask, 0.0), view, mask.unsqueeze(1))
+    torch.testing.assert_close(seen[..., mask[0]], scale_features(x[..., mask[0]], view))
 
 
 def test_rms_view_is_scale_free_and_flat_at_silent_channels():
     x = torch.rand(2, 3, 9)
     scale = torch.tensor([1.0, 100.0, 0.5]).view(1, 3, 1)
-    torch.testing.assert_close(view_of(x * scale, 'rms'), view_of(x, 'rms'), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scale_features(x * scale, 'rms'), scale_features(x, 'rms'), rtol=1e-4, atol=1e-4)
     silent = torch.zeros(1, 3, 9, requires_grad=True)
-    view_of(silent, 'rms').sum().backward()
+    scale_features(silent, 'rms').sum().backward()
     assert torch.isfinite(silent.grad).all()
     assert silent.grad.abs().max() <= 1001
 
@@ -117,7 +117,7 @@ def test_a_layer_with_attention_prior_runs_in_half_precision():
 def test_rms_has_gradients_at_any_size(size):
     x = (torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).clamp(-2, 2) * size).requires_grad_()
     weight = torch.linspace(-1, 1, 30).view(2, 3, 5)
-    seen = view_of(x, 'rms')
+    seen = scale_features(x, 'rms')
     (seen * weight).sum().backward()
     wide = x.detach().double().requires_grad_()
     expected = wide * (wide.square().mean(2, keepdim=True) + 1e-6).rsqrt()

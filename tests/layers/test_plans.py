@@ -18,7 +18,7 @@ from rotp_vision.layers import (
 
 SOLVERS = [
     {'solver': 'badmm-e', 'start': 'paper'},
-    {'solver': 'sinkhorn', 'start': 'paper', 'view': 'identity', 'prior': 'norm'},
+    {'solver': 'sinkhorn', 'start': 'paper', 'feature_scale': 'raw', 'prior': 'norm'},
     {'solver': 'badmm-q', 'start': 'paper', 'gain': 'off', 'coupled': True},
 ]
 every_solver = pytest.mark.parametrize('options', SOLVERS, ids=lambda options: options['solver'])

@@ -5,8 +5,8 @@ from rotp_vision import PoolOptions, ROTSetPool
 
 OPTIONS = [
     PoolOptions('sinkhorn'),
-    PoolOptions('badmm-e', structure=0.1, view='rms'),
-    PoolOptions('badmm-q', view='log', prior='attention', prior_width=3),
+    PoolOptions('badmm-e', structure=0.1, feature_scale='rms'),
+    PoolOptions('badmm-q', feature_scale='log', prior='attention', prior_width=3),
 ]
 
 

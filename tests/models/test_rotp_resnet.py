@@ -82,8 +82,8 @@ def test_native_weights_load_with_only_the_pooling_missing(native, tmp_path):
 
 
 def test_options_reach_the_pool():
-    model = small(rotp={'solver': 'sinkhorn', 'view': 'log', 'gain': 'channel', 'smoothness': 4.0})
-    assert model.global_pool.options == PoolOptions('sinkhorn', view='log', gain='channel', smoothness=4.0)
+    model = small(rotp={'solver': 'sinkhorn', 'feature_scale': 'log', 'gain': 'channel', 'smoothness': 4.0})
+    assert model.global_pool.options == PoolOptions('sinkhorn', feature_scale='log', gain='channel', smoothness=4.0)
     assert model.global_pool.gain.beta.shape == (512,)
     with pytest.raises(ValueError, match='unknown pooling option'):
         small(rotp={'solvr': 'sinkhorn'})
@@ -92,17 +92,17 @@ def test_options_reach_the_pool():
 
 
 def test_a_mapping_changes_the_options_of_a_variant_and_a_solver_replaces_them():
-    quadratic = timm.create_model('resnet18_rotp_q', rotp={'view': 'log'}).global_pool.options
-    assert (quadratic.solver, quadratic.view) == ('badmm-q', 'log')
-    stem = timm.create_model('resnet18_rotp_local', rotp_stem={'view': 'log'}).maxpool.options
-    assert (stem.view, stem.start) == ('log', 'max')
+    quadratic = timm.create_model('resnet18_rotp_q', rotp={'feature_scale': 'log'}).global_pool.options
+    assert (quadratic.solver, quadratic.feature_scale) == ('badmm-q', 'log')
+    stem = timm.create_model('resnet18_rotp_local', rotp_stem={'feature_scale': 'log'}).maxpool.options
+    assert (stem.feature_scale, stem.start) == ('log', 'max')
     assert timm.create_model('resnet18_rotp_e', rotp='badmm-q').global_pool.options.solver == 'badmm-q'
 
 
 def test_the_published_layer_by_name():
     assert timm.create_model('resnet18_rotp', rotp='paper').global_pool.options == PoolOptions.paper()
-    published = PoolOptions.paper('badmm-q', view='rms')
-    for rotp in ({'preset': 'paper', 'view': 'rms'}, published):
+    published = PoolOptions.paper('badmm-q', feature_scale='rms')
+    for rotp in ({'preset': 'paper', 'feature_scale': 'rms'}, published):
         assert timm.create_model('resnet18_rotp_q', rotp=rotp).global_pool.options == published
     model = timm.create_model('resnet18_rotp_local', rotp='paper', rotp_stem='paper')
     assert model.global_pool.options == model.maxpool.options == PoolOptions.paper()
@@ -192,7 +192,7 @@ def test_round_trips(model, tmp_path):
     load_checkpoint(fresh, str(tmp_path / 'model.safetensors'))
     assert torch.equal(fresh(x), expected)
 
-    options = {'solver': 'sinkhorn', 'view': 'rms'}
+    options = {'solver': 'sinkhorn', 'feature_scale': 'rms'}
     other = small(rotp=options)
     other.global_pool.set_weights(smoothness=5.0)
     save_for_hf(other, tmp_path / 'hub', model_args={'rotp': options})
