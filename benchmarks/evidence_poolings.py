@@ -13,7 +13,7 @@ import rotp_vision
 from rotp_vision.calibration import Calibration
 from rotp_vision.core import log_norm
 from rotp_vision.layers import PoolOptions, ROTPool
-from rotp_vision.surgery.views import Views
+from rotp_vision.surgery.multi_scale import MultiScale
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
 ALONE = 'ROTP, no softmax or max'  # chosen among average and ROT pools that are neither
@@ -113,7 +113,7 @@ class FromMaps(nn.Module):
         return self.forward_head(maps)
 
 
-class ViewsOfMaps(Views):
+class MultiScaleOfMaps(MultiScale):
     """Several views of which the maps are kept: its images are the places (B, C, N, 1) of all views."""
 
     def __init__(self, model: nn.Module, places: list[int]):
@@ -126,7 +126,7 @@ class ViewsOfMaps(Views):
 def calibrated(model: nn.Module, maps: Maps, index: Tensor) -> tuple[nn.Module, Calibration]:
     """The network with the default pooling as `calibrate` leaves it, as a function of maps (B, C, N, 1)."""
     converted = rotp_vision.convert(copy.deepcopy(model))
-    network = FromMaps(converted) if len(maps.views) == 1 else ViewsOfMaps(converted, maps.places)
+    network = FromMaps(converted) if len(maps.views) == 1 else MultiScaleOfMaps(converted, maps.places)
     batches = ((maps.sets(part).unsqueeze(3), maps.labels[part]) for part in index.split(CHUNK))
     return network.eval(), rotp_vision.calibrate(network, batches)
 

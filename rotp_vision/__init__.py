@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         find_pools,
         fold_gain,
         freeze,
+        multi_scale,
         revert,
         rot_pools,
-        views,
     )
 
 __version__ = '0.2.0'
@@ -73,7 +73,7 @@ __all__ = [
     'revert',
     'rot_pools',
     'save_pretrained',
-    'views',
+    'multi_scale',
 ]
 
 # Where the names above are, those modules first that import least.

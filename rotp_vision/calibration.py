@@ -18,7 +18,7 @@ from rotp_vision.core import PENALTY, FeatureScale, scale_features
 from rotp_vision.layers import PoolOptions, ROTPool
 from rotp_vision.layers.options import MEAN_START
 from rotp_vision.surgery.head import Collected, GlobalPool, Head, collect, evaluating, find_global_pool
-from rotp_vision.surgery.views import Views
+from rotp_vision.surgery.multi_scale import MultiScale
 
 Metric = Literal['loss', 'top1']
 TriedPrior = Literal['uniform', 'norm']
@@ -29,7 +29,7 @@ _POWERS = (0.0, 2.0, 6.0)
 _GEM_POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0)
 # Steps of the local search, then half as large: of the logarithms of temperature, penalty and a view's gain, and of the
 # power.
-_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2, 'view': 0.3}
+_STEPS = {'temperature': 0.6, 'power': 1.0, 'penalty': 1.2, 'size': 0.3}
 _MOST_STEPS = 6  # along one axis
 _LEAST = 1e-3  # of cross-entropy: next to the mean, differences are small but so are their standard errors
 
@@ -40,11 +40,11 @@ NOTHING_FOUND = 'no pooling beats average pooling with a gain on these images; t
 class Setting(NamedTuple):
     """What is searched."""
 
-    view: FeatureScale
+    feature_scale: FeatureScale
     temperature: float
     power: float = 0.0  # β of the norm prior
     penalty: float = PENALTY  # α3 over the temperature, where the solver reads it
-    view_gains: tuple[float, ...] = ()  # logarithms of the gains of several views; the first is zero
+    size_gains: tuple[float, ...] = ()  # logarithms of the gains of several views; the first is zero
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Row:
         if self.setting is None:
             return ''
         norm = f', norm power {self.setting.power:.2g}' if self.setting.power else ''
-        gains = ', '.join(f'{math.exp(gain):.2g}' for gain in self.setting.view_gains)
+        gains = ', '.join(f'{math.exp(gain):.2g}' for gain in self.setting.size_gains)
         sizes = f', sizes times {gains}' if gains else ''
-        return f'view {self.setting.view}, temperature {self.setting.temperature:.3g}{norm}{sizes}'
+        return f'scale {self.setting.feature_scale}, temperature {self.setting.temperature:.3g}{norm}{sizes}'
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Calibration:
     Attributes:
         path: of the pool in the model.
         num_images: how many images were used.
-        average: average pooling as the network came; of one with several views (see `views`), the first view alone.
+        average: average pooling as the network came; of one with several views (see `multi_scale`), the first view alone.
         average_gain: average pooling with a fitted gain.
         gem: GeM pooling with fitted power and gain.
         tried: ROTP with each prior that was tried.
@@ -144,7 +144,7 @@ class Calibration:
 
         figure = Figure(figsize=(7, 4), layout='constrained')
         axes = figure.subplots()
-        groups = dict.fromkeys((setting.view, setting.power) for setting, _ in self.trials)
+        groups = dict.fromkeys((setting.feature_scale, setting.power) for setting, _ in self.trials)
         for view, power in sorted(groups):
             points = sorted((s.temperature, loss) for s, loss in self.trials if (s.view, s.power) == (view, power))
             if len(points) > 2:
@@ -162,7 +162,7 @@ def calibrate(
     model: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
     *,
-    views: Sequence[FeatureScale] = ('raw', 'rms', 'log'),
+    feature_scales: Sequence[FeatureScale] = ('raw', 'rms', 'log'),
     priors: Sequence[TriedPrior] = ('uniform', 'norm'),
     metric: Metric = 'loss',
     label_smoothing: float = 0.0,
@@ -175,12 +175,12 @@ def calibrate(
     halves. The pooling is left at what was best, fitted on all images, provided that it beats average pooling with a
     gain by a standard error and by 0.001 of cross-entropy, and that its top-1 is not a standard error below average
     pooling's; otherwise next to the mean, with the gain alone. Nothing but the pooling changes. Of a network with
-    several views (see `views`) it also fits the gain of each.
+    several views (see `multi_scale`) it also fits the gain of each.
 
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
         loader: batches of (images, class indices), on any device; a few hundred images, in an order without meaning.
-            Use the image size at which the model will be used. Instead of images, a list of views where `views` takes
+            Use the image size at which the model will be used. Instead of images, a list of views where `multi_scale` takes
             one.
         views: what the plan may see.
         priors: 'uniform', 'norm' or both; a pool with an attention prior keeps it.
@@ -203,7 +203,7 @@ def calibrate(
     """
     path, pool = find_global_pool(model)
     for name, given, allowed in (
-        ('views', views, get_args(FeatureScale)),
+        ('feature_scales', feature_scales, get_args(FeatureScale)),
         ('priors', priors, get_args(TriedPrior)),
         ('metric', [metric], get_args(Metric)),
     ):
@@ -219,14 +219,14 @@ def calibrate(
         collected = collect(model, pool, loader, max_images)
         if len(collected.targets) < 4:
             raise ValueError(f'loader must give at least 4 images, got {len(collected.targets)}')
-        places = model.places(collected.example) if isinstance(model, Views) else None
+        places = model.positions(collected.example) if isinstance(model, MultiScale) else None
         search = _Search(collected, Head(model, pool, collected), pool.options, metric, label_smoothing, places)
         peers = {
             'average': search.judge_average(with_gain=False),
             'average + gain': search.judge_average(with_gain=True),
             'GeM + gain': search.judge_gem(),
         }
-        tried = {f'ROTP, {prior} prior': search.judge_rotp(views, prior) for prior in priors}
+        tried = {f'ROTP, {prior} prior': search.judge_rotp(feature_scales, prior) for prior in priors}
     average, average_gain, gem = peers.values()
     rows = {name: _row(name, judged, average, average_gain) for name, judged in (peers | tried).items()}
     best, chosen = average_gain, None
@@ -235,8 +235,8 @@ def calibrate(
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
     _install(pool, best.found, best.gain if chosen or helps else 1.0)
-    if isinstance(model, Views) and chosen:
-        model.scale_views([math.exp(gain) for gain in best.found.view_gains])
+    if isinstance(model, MultiScale) and chosen:
+        model.scale_gains([math.exp(gain) for gain in best.found.size_gains])
     return Calibration(
         path,
         len(collected.targets),
@@ -326,7 +326,7 @@ def _install(pool: GlobalPool, setting: Setting | None, gain: float) -> None:
         setting = Setting(options.feature_scale, MEAN_START[options.feature_scale])
     elif setting.power:
         prior = 'norm'
-    pool.set_options(replace(options, feature_scale=setting.view, prior=prior))
+    pool.set_options(replace(options, feature_scale=setting.feature_scale, prior=prior))
     weights = dict(_options_at(options, setting).starting_weights())
     if prior == 'norm':
         weights['norm_power'] = setting.power
@@ -346,7 +346,7 @@ def _options_at(options: PoolOptions, setting: Setting) -> PoolOptions:
     }
     weights = {name: searched[name] for name in options.starting_weights() if name in searched}
     return replace(
-        options, start='mean', feature_scale=setting.view, gain='off', prior='uniform', prior_width=None, **weights
+        options, start='mean', feature_scale=setting.feature_scale, gain='off', prior='uniform', prior_width=None, **weights
     )
 
 
@@ -471,12 +471,13 @@ class _Search:
             self.images, lambda images: min(curves, key=lambda p: self._cost(curves[p], images)), curves.__getitem__
         )
 
-    def judge_rotp(self, views: Sequence[FeatureScale], prior: TriedPrior) -> Judged:
-        spreads = self._spreads(views)
+    def judge_rotp(self, feature_scales: Sequence[FeatureScale], prior: TriedPrior) -> Judged:
+        spreads = self._spreads(feature_scales)
+        powers = _POWERS if prior == 'norm' else (0.0,)
         coarse = [
-            Setting(view, multiple * spreads[view], power, view_gains=self.equal_gains)
-            for view, multiple, power in product(views, _TEMPERATURES, _POWERS if prior == 'norm' else (0.0,))
-            if multiple != _TEMPERATURES[0] or view == views[0]  # next to the mean all views are one
+            Setting(scale, multiple * spreads[scale], power, size_gains=self.equal_gains)
+            for scale, multiple, power in product(feature_scales, _TEMPERATURES, powers)
+            if multiple != _TEMPERATURES[0] or scale == feature_scales[0]  # at high temperature all scales give the mean
         ]
         self._try(coarse)
 
@@ -491,7 +492,7 @@ class _Search:
         axes = ['temperature']
         axes += ['power'] if prior == 'norm' else []
         axes += ['penalty'] if 'sample_penalty' in self.options.starting_weights() else []
-        axes += [f'view {view}' for view in range(1, len(self.places))]
+        axes += [f'size {size}' for size in range(1, len(self.places))]
         least = self._cost(self.known[best], images)
         for size, axis in product((1.0, 0.5), axes):
             for way in (size, -size):
@@ -540,7 +541,7 @@ class _Search:
         new = [setting for setting in settings if setting not in self.known]
         pooled: dict[Setting, list[Tensor]] = {setting: [] for setting in new}
         for sets in self.sets if new else ():
-            x = self._scaled(sets, new[0].view_gains)
+            x = self._scaled(sets, new[0].size_gains)
             for setting in new:
                 pool = ROTPool(replace(_options_at(self.options, setting), prior='norm')).to(x.device)
                 pool.set_weights(norm_power=setting.power)
@@ -548,25 +549,25 @@ class _Search:
         for setting, chunks in pooled.items():
             self.known[setting] = self._curve(torch.cat(chunks), self.options.gain != 'off')
 
-    def _scaled(self, sets: Tensor, view_gains: tuple[float, ...]) -> Tensor:
+    def _scaled(self, sets: Tensor, size_gains: tuple[float, ...]) -> Tensor:
         """Sets (b, D, N) in float32, the samples of each view times its gain."""
-        if not any(view_gains):
+        if not any(size_gains):
             return sets.float()
-        gains = torch.tensor(view_gains).exp().repeat_interleave(torch.tensor(self.places))
+        gains = torch.tensor(size_gains).exp().repeat_interleave(torch.tensor(self.places))
         return sets.float() * gains.to(sets.device)
 
     def _curve(self, pooled: Tensor, with_gain: bool = True) -> _Curve:
         return _gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
-    def _spreads(self, views: Sequence[FeatureScale]) -> dict[FeatureScale, float]:
+    def _spreads(self, feature_scales: Sequence[FeatureScale]) -> dict[FeatureScale, float]:
         """Root mean square deviation of what the plan sees from its mean over an image's samples, by view."""
         spreads: dict[FeatureScale, float] = {}
-        for view in views:
-            variances = [scale_features(sets.float(), view).var(2, correction=0).mean(1) for sets in self.sets]
-            spreads[view] = float(torch.cat(variances).mean().sqrt())
-            if not 0 < spreads[view] < math.inf:
+        for scale in feature_scales:
+            variances = [scale_features(sets.float(), scale).var(2, correction=0).mean(1) for sets in self.sets]
+            spreads[scale] = float(torch.cat(variances).mean().sqrt())
+            if not 0 < spreads[scale] < math.inf:
                 raise ValueError(
-                    f'maps of {self.sets[0].shape[2]} positions with a spread of {spreads[view]:g} over them leave '
+                    f'maps of {self.sets[0].shape[2]} positions with a spread of {spreads[scale]:g} over them leave '
                     'nothing to calibrate; let the loader give larger images, with finite values'
                 )
         return spreads
@@ -576,10 +577,10 @@ def _moved(setting: Setting, axis: str, amount: float) -> Setting:
     def rounded(value: float) -> float:
         return float(f'{value:.6g}')  # so that a step and a step back lead to where one was
 
-    if axis.startswith('view '):
-        gains, view = list(setting.view_gains), int(axis.split()[1])
-        gains[view] = rounded(gains[view] + amount)
-        return setting._replace(view_gains=tuple(gains))
+    if axis.startswith('size '):
+        gains, size = list(setting.size_gains), int(axis.split()[1])
+        gains[size] = rounded(gains[size] + amount)
+        return setting._replace(size_gains=tuple(gains))
     value = getattr(setting, axis)
     value = value + amount if axis == 'power' else value * math.exp(amount)
     return setting._replace(**{axis: rounded(value)})

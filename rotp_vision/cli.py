@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | probe | visualize | bench | train."""
+"""The command line: rotp-vision convert | inspect | revert | verify | probe | visualize | train."""
 
 import argparse
 import ast
@@ -15,7 +15,6 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rotp_vision import bench
 from rotp_vision.calibration import Metric, calibrate
 from rotp_vision.evaluation import ImageFiles, compare, image_batches
 from rotp_vision.files import check_writable
@@ -32,7 +31,7 @@ from rotp_vision.hub import (
 )
 from rotp_vision.layers import pool_options
 from rotp_vision.probing import probe
-from rotp_vision.surgery import Views, convert, describe, find_pools, revert, rot_pools
+from rotp_vision.surgery import MultiScale, convert, describe, find_pools, revert, rot_pools
 from rotp_vision.tables import text_table
 from rotp_vision.training.script import train
 
@@ -67,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
     command.add_argument(
-        '--set', action='append', default=[], metavar='NAME=VALUE', help='another option: --set view=log --set step=5'
+        '--set', action='append', default=[], metavar='NAME=VALUE', help='another option: --set feature_scale=log --set step=5'
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
@@ -128,10 +127,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--limit', type=int, default=16, help='draw only so many of each folder, of every class')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
-
-    command = commands.add_parser('bench', help='check and time the backends on this machine')
-    bench.add_arguments(command)
-    command.set_defaults(run=bench.run)
 
     commands.add_parser('train', help='train in two stages, by `train_imagenet.py`; see `rotp-vision train --help`')
     return parser
@@ -311,7 +306,7 @@ def _revert(args: argparse.Namespace):
 
 def _transform(model: nn.Module, image_size: int | None = None) -> Any:
     """The evaluation transform of the model, at another image size if one is given."""
-    if isinstance(model, Views):
+    if isinstance(model, MultiScale):
         return model.transform()
     return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
 

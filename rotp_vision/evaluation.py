@@ -24,7 +24,7 @@ from rotp_vision.calibration import judge_pooled
 from rotp_vision.images import UnreadableImage, open_image
 from rotp_vision.layers import ROTPool, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery import Views, rot_pools
+from rotp_vision.surgery import MultiScale, rot_pools
 from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, sets_of
 
 # Folders of images with these names are parts of a dataset, not classes.
@@ -161,7 +161,7 @@ def compare(
         original: the native network.
         converted: the network with ROT pools; it must have the same classes.
         loader: batches of images and labels. Instead of images, a list of views where the converted network takes one
-            (see `views`); a network without views sees the first of them.
+            (see `multi_scale`); a network without views sees the first of them.
         labelled: whether the labels are class indices; losses and accuracies are computed only then.
         device: where the networks run; they are moved there.
         total: number of batches, if known, for the progress bar.
@@ -214,7 +214,7 @@ def _moved(images: Any, device: torch.device | str) -> Any:
 
 def _seen(network: nn.Module, images: Any) -> Any:
     """What a network sees of images: of a list of views one without views sees the first."""
-    return images if isinstance(images, Tensor) or isinstance(network, Views) else images[0]
+    return images if isinstance(images, Tensor) or isinstance(network, MultiScale) else images[0]
 
 
 def _head(model: nn.Module, images: Any) -> Head | None:

@@ -28,7 +28,7 @@ from torch import nn
 from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import Views, convert, revert, rot_pools, views
+from rotp_vision.surgery import MultiScale, convert, multi_scale, revert, rot_pools
 from rotp_vision.surgery.classes import CONVERTED, changes_of, recorded_arguments
 from rotp_vision.surgery.convert import name_for_timm, new_pools, recipe
 from rotp_vision.surgery.find import image_channels
@@ -189,7 +189,7 @@ def save_pretrained(
     build it, without weights, and a warning names a layer that differs (stride, dropout, …); pass `model_args` then.
 
     Args:
-        model: a converted model, a `ROTPResNet`, either with `views`, or your own network with ROT pools.
+        model: a converted model, a `ROTPResNet`, either with `multi_scale`, or your own network with ROT pools.
         directory: the directory to write; it must not exist unless `force`.
         base: the native network's name in timm, or in torchvision with the prefix 'torchvision:'; or what builds your
             own network, with its pools or without them. By default the architecture of a timm model.
@@ -212,7 +212,7 @@ def save_pretrained(
     target = Path(directory)
     if target.exists() and not force:
         raise ValueError(f'{target} exists; choose another directory, or overwrite it with force')
-    inner = model.model if isinstance(model, Views) else model
+    inner = model.model if isinstance(model, MultiScale) else model
     pools = rot_pools(inner)
     undescribed = [path for path in new_pools(inner) if path not in pools]
     if undescribed:
@@ -242,7 +242,7 @@ def save_pretrained(
             arguments['global_pool'] = inner.global_pool.pool_type
     else:
         architecture, arguments = CONVERTED, recipe(inner, name, native_args)
-    if isinstance(model, Views):
+    if isinstance(model, MultiScale):
         if architecture != CONVERTED:
             architecture, arguments = CONVERTED, {'base': name, 'base_args': arguments, 'pools': {}}
         arguments |= {'sizes': list(model.sizes), 'crop_pct': list(model.crop_pct)}
@@ -451,7 +451,7 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _layers(model: nn.Module) -> dict[str, str]:
     """The representation of every module except ROT pools and gains, whose representation shows learned values."""
-    pools = tuple(rot_pools(model)) + (('gain',) if isinstance(model, Views) else ())
+    pools = tuple(rot_pools(model)) + (('gain',) if isinstance(model, MultiScale) else ())
     said: dict[str, str] = {}
     for path, module in model.named_modules():
         if path in pools or path.startswith(tuple(f'{pool}.' for pool in pools)):
@@ -627,12 +627,12 @@ def build_converted(
         else:
             _put_pools(model, pools, folded)
         if sizes:
-            model = views(model, sizes, crop_pct)
+            model = multi_scale(model, sizes, crop_pct)
         if pretrained:
             in_chans, num_classes = arguments.get('in_chans', 3), arguments['num_classes']
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=_with_versions)
     # So that saving it again names the native network.
     model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
-    if rot_pools(model) and not isinstance(model, Views):
+    if rot_pools(model) and not isinstance(model, MultiScale):
         name_for_timm(model)
     return model

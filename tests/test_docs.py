@@ -33,7 +33,7 @@ SMALL = {
     'tf_efficientnet_lite0': 'test_efficientnet',
     'vit_tiny_patch16_224': 'test_vit',
 }
-SIDES = {'views.md': 384}  # of the images of `loader`, where it matters
+SIDES = {'multi_scale.md': 384}  # of the images of `loader`, where it matters
 
 
 class Block(NamedTuple):

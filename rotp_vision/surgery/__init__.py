@@ -4,11 +4,11 @@ from rotp_vision.surgery.convert import convert, describe, revert, rot_pools
 from rotp_vision.surgery.find import FoundPool, find_pools
 from rotp_vision.surgery.fold import fold_gain
 from rotp_vision.surgery.freeze import freeze
-from rotp_vision.surgery.views import Views, views
+from rotp_vision.surgery.multi_scale import MultiScale, multi_scale
 
 __all__ = [
     'FoundPool',
-    'Views',
+    'MultiScale',
     'convert',
     'describe',
     'find_pools',
@@ -16,5 +16,5 @@ __all__ = [
     'freeze',
     'revert',
     'rot_pools',
-    'views',
+    'multi_scale',
 ]

@@ -7,7 +7,7 @@ from torch import nn
 
 from rotp_vision.surgery.classes import change, changes_of
 from rotp_vision.surgery.convert import new_pools, refuse_wrapped
-from rotp_vision.surgery.views import Views
+from rotp_vision.surgery.multi_scale import MultiScale
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -83,7 +83,7 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
         raise ValueError("the pools have nothing to train; ROT pools have where their options do not say learn='fixed'")
-    pools += [module.gain for module in model.modules() if isinstance(module, Views)]
+    pools += [module.gain for module in model.modules() if isinstance(module, MultiScale)]
     return pools if train == 'pool' else [*pools, *classifiers(model)]
 
 

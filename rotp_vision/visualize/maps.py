@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery.fold import TRANSPARENT, is_linear, run_layers
 from rotp_vision.surgery.head import find_any_global_pool
-from rotp_vision.surgery.views import Views
+from rotp_vision.surgery.multi_scale import MultiScale
 
 
 class PoolMaps(NamedTuple):
@@ -41,7 +41,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
             it may have local ones too. Its mode and its hooks are restored afterwards.
         images: (B, 3, H, W) of any size the model takes, normalised.
     """
-    if isinstance(model, Views):
+    if isinstance(model, MultiScale):
         raise ValueError('the places of several views do not form one map; draw those of `model.model`')
     path, pool = find_any_global_pool(model)
     ran, logits = run_layers(model, (images,))

@@ -13,10 +13,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import rotp_vision
-from rotp_vision import calibrate, convert, freeze, load_pretrained, revert, save_pretrained, views
+from rotp_vision import calibrate, convert, freeze, load_pretrained, multi_scale, revert, save_pretrained
 from rotp_vision.cli import main
 from rotp_vision.evaluation import ImageFiles, compare
-from rotp_vision.surgery import Views
+from rotp_vision.surgery import MultiScale
 from rotp_vision.visualize import pool_maps
 
 x = torch.linspace(-2, 2, 2 * 3 * 96 * 96).sin().view(2, 3, 96, 96)
@@ -44,7 +44,7 @@ def converted(name: str = 'resnet', **kwargs):
 def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
     """The input of the pool is that of each size, one after the other, times the gain of its view."""
     model = converted(name)
-    made = views(model, (64, 96), crop_pct=(1, 1))
+    made = multi_scale(model, (64, 96), crop_pct=(1, 1))
     made.gain.set([1.5, 0.5])
     (pool,) = rotp_vision.rot_pools(model).values()
     seen = []
@@ -58,7 +58,7 @@ def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
         logits = made(x)
         model(small), model(x)
     together, first, second = map(sets, seen)
-    assert made.places(x) == [first.shape[2], second.shape[2]]
+    assert made.positions(x) == [first.shape[2], second.shape[2]]
     assert torch.equal(together, torch.cat([1.5 * first, 0.5 * second], 2))
     assert logits.shape == (2, 5)
     # The head reads nothing else: the same pooled features give the same logits.
@@ -70,7 +70,7 @@ def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
 
 
 def test_views_of_your_own():
-    made = views(converted(), (64, 96))
+    made = multi_scale(converted(), (64, 96))
     crops = [x[..., :64, :64], x[..., 32:, 32:]]
     assert torch.equal(made(made.resized(x)), made(x))
     assert made(crops).shape == (2, 5)
@@ -80,34 +80,34 @@ def test_views_of_your_own():
 
 def test_views_are_cut_out_of_one_image():
     """Each shows its share of the image about the centre; what need not be downscaled is not touched."""
-    made = views(converted(), (48, 96), crop_pct=(0.5, 1.0))
+    made = multi_scale(converted(), (48, 96), crop_pct=(0.5, 1.0))
     small, large = made.resized(x)
     assert torch.equal(small, x[..., 24:72, 24:72])
     assert torch.equal(large, x)
-    narrow = views(converted(), (32, 96), crop_pct=(0.5, 1.0)).resized(x)[0]
+    narrow = multi_scale(converted(), (32, 96), crop_pct=(0.5, 1.0)).resized(x)[0]
     assert torch.equal(narrow, F.interpolate(small, (32, 32), mode='bilinear', antialias=True))
 
 
 def test_no_view_is_upscaled():
     """Where a smaller view shows more than the largest one, the image is larger than that."""
-    made = views(converted(), (96, 64), crop_pct=(0.75, 1.0))
+    made = multi_scale(converted(), (96, 64), crop_pct=(0.75, 1.0))
     config = resolve_model_data_config(made)
     assert (config['input_size'], config['crop_pct']) == ((3, 128, 128), 1.0)
     image = torch.rand(1, 3, 128, 128)
     assert torch.equal(made.resized(image)[0], image[..., 16:112, 16:112])
     assert made.resized(image)[1].shape[2:] == (64, 64)
-    assert views(converted(), (96, 64), crop_pct=(0.96 * 0.75, 0.96)).side == 128
+    assert multi_scale(converted(), (96, 64), crop_pct=(0.96 * 0.75, 0.96)).side == 128
 
 
 def test_rectangles_keep_their_proportions():
-    made = views(converted(), (64, 96))
+    made = multi_scale(converted(), (64, 96))
     assert [tuple(view.shape[2:]) for view in made.resized(x.repeat(1, 1, 1, 2))] == [(64, 128), (96, 192)]
 
 
 def test_images_come_at_the_largest_size():
     model = converted()
     own = resolve_model_data_config(model)['crop_pct']
-    made = views(model, (64, 96))
+    made = multi_scale(model, (64, 96))
     assert made.crop_pct == (own, 1.0)
     config = resolve_model_data_config(made)
     assert (config['input_size'], config['crop_pct']) == ((3, 96, 96), 1.0)
@@ -130,7 +130,7 @@ def photos(tmp_path_factory):
 def test_the_transform_makes_each_view_from_the_photo(photos):
     """As timm's own for that size and crop; a loader makes lists of batches, which everything takes."""
     model = converted()
-    made = views(copy.deepcopy(model), (64, 96), crop_pct=(0.8, 1.0))
+    made = multi_scale(copy.deepcopy(model), (64, 96), crop_pct=(0.8, 1.0))
     images = ImageFiles(photos, made.transform())
     config = resolve_model_data_config(model)
     alone = [
@@ -152,12 +152,12 @@ def test_the_transform_makes_each_view_from_the_photo(photos):
 
 
 def test_verify_takes_the_views_of_photos(photos, tmp_path, capsys, monkeypatch):
-    made = views(converted(), (64, 96))
+    made = multi_scale(converted(), (64, 96))
     save_pretrained(made, tmp_path / 'two')
     sizes = []
-    monkeypatch.setattr(Views, 'resized', lambda *_: pytest.fail('one image instead of views'))
-    forward = Views.forward
-    monkeypatch.setattr(Views, 'forward', lambda self, x: sizes.append([v.shape[-1] for v in x]) or forward(self, x))
+    monkeypatch.setattr(MultiScale, 'resized', lambda *_: pytest.fail('one image instead of views'))
+    forward = MultiScale.forward
+    monkeypatch.setattr(MultiScale, 'forward', lambda self, x: sizes.append([v.shape[-1] for v in x]) or forward(self, x))
     main(['verify', '--model', str(tmp_path / 'two'), '--images', str(photos), '--workers', '0'])
     assert 'top-1' in capsys.readouterr().out
     assert [64, 96] in sizes
@@ -165,34 +165,34 @@ def test_verify_takes_the_views_of_photos(photos, tmp_path, capsys, monkeypatch)
 
 def test_what_cannot_have_views():
     with pytest.raises(ValueError, match=r'must have one global ROT pool, got 0; rotp_vision.convert\(model\) makes'):
-        views(timm.create_model('test_resnet'))
+        multi_scale(timm.create_model('test_resnet'))
     with pytest.raises(ValueError, match='must have forward_features and forward_head, as those of timm'):
-        views(convert(torchvision.models.resnet18()))
+        multi_scale(convert(torchvision.models.resnet18()))
     fixed = timm.create_model('vit_tiny_patch16_224', global_pool='avg', depth=1, img_size=64)
     with pytest.raises(ValueError, match=r'does not take images of 96 × 96 .* dynamic_img_size=True'):
-        views(convert(fixed), (64, 96))
+        multi_scale(convert(fixed), (64, 96))
     with pytest.raises(ValueError, match='has views already'):
-        views(views(converted(), (64, 96)), (64, 96))
+        multi_scale(multi_scale(converted(), (64, 96)), (64, 96))
     for sizes in ((64,), 64, '64'):
         with pytest.raises(ValueError, match='at least two sides'):
-            views(converted(), sizes)
+            multi_scale(converted(), sizes)
     with pytest.raises(ValueError, match='sizes must be a positive integer, got -64'):
-        views(converted(), (64, -64))
+        multi_scale(converted(), (64, -64))
     for crop_pct in ((1.0,), 1.0, (0.875, 1.5), (0.0, 1.0), 'all'):
         with pytest.raises(ValueError, match=r'crop_pct must be a share in \(0, 1\] for each of the sizes \(64, 96\)'):
-            views(converted(), (64, 96), crop_pct)
+            multi_scale(converted(), (64, 96), crop_pct)
     with pytest.raises(ValueError, match='before it is wrapped or compiled'):
-        views(nn.DataParallel(converted()), (64, 96))
+        multi_scale(nn.DataParallel(converted()), (64, 96))
 
 
 def test_a_head_that_does_more_than_pool_is_refused():
     model = converted()
     model.forward_head = lambda features, pre_logits=False: model.fc(model.global_pool(features[:, :, 1:]))
     with pytest.raises(ValueError, match='head must do nothing to the map before its pool'):
-        views(model, (64, 96))
+        multi_scale(model, (64, 96))
     model.forward_features = lambda x: (x, x)
     with pytest.raises(ValueError, match='must return one map'):
-        views(model, (64, 96))
+        multi_scale(model, (64, 96))
 
 
 def two_sizes(count: int, seed: int):
@@ -230,7 +230,7 @@ class Peaks(nn.Module):
 
 def test_calibrate():
     """It beats the first size alone, and says what it will do on other images."""
-    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
+    made = multi_scale(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
     report = calibrate(made, [two_sizes(256, 0)])
     assert report.chosen is not None
     assert report.chosen.top1 > report.average.top1 + 0.1
@@ -248,7 +248,7 @@ def test_calibrate():
 
 
 def test_calibrate_reads_views_of_your_own():
-    made = views(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
+    made = multi_scale(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
     images, targets = two_sizes(64, 0)
     report = calibrate(copy.deepcopy(made), [(images, targets)])
     same = calibrate(made, [(made.resized(images), targets)])
@@ -258,7 +258,7 @@ def test_calibrate_reads_views_of_your_own():
 
 
 def test_compare_and_revert():
-    made = views(converted(), (64, 96))
+    made = multi_scale(converted(), (64, 96))
     native = revert(copy.deepcopy(made))
     result = compare(native, made, [(x, torch.tensor([0, 1]))], labelled=True)
     assert result.num_images == 2
@@ -267,7 +267,7 @@ def test_compare_and_revert():
 
 
 def test_training_learns_the_gains():
-    made = freeze(views(converted(), (64, 96)))
+    made = freeze(multi_scale(converted(), (64, 96)))
     trained = [name for name, parameter in made.named_parameters() if parameter.requires_grad]
     assert 'gain.beta' in trained
     assert all(name == 'gain.beta' or name.startswith('model.global_pool.') for name in trained)
@@ -278,7 +278,7 @@ def test_training_learns_the_gains():
 
 @pytest.mark.parametrize('name', ['resnet', 'vit', 'native'])
 def test_saved_and_loaded(tmp_path, name):
-    made = views(converted(name), (64, 96), crop_pct=(0.75, 0.9)).eval()
+    made = multi_scale(converted(name), (64, 96), crop_pct=(0.75, 0.9)).eval()
     made.gain.set([1.5, 0.5])
     more = NETWORKS[name][1]
     once = load_pretrained(save_pretrained(made, tmp_path / 'one', model_args=more))
@@ -296,7 +296,7 @@ def test_saved_and_loaded(tmp_path, name):
 
 
 def test_compiled_and_exported():
-    made = views(converted(), (64, 96)).eval()
+    made = multi_scale(converted(), (64, 96)).eval()
     made.gain.set([1.5, 0.5])
     with torch.no_grad():
         expected = made(x)
@@ -313,9 +313,9 @@ def test_compiled_and_exported():
 
 def test_maps_are_not_drawn():
     with pytest.raises(ValueError, match='do not form one map'):
-        pool_maps(views(converted(), (64, 96)), x)
+        pool_maps(multi_scale(converted(), (64, 96)), x)
 
 
 def test_half_precision():
-    made = views(converted().bfloat16(), (64, 96))
+    made = multi_scale(converted().bfloat16(), (64, 96))
     assert made(x.bfloat16()).dtype == torch.bfloat16

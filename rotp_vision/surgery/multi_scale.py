@@ -20,7 +20,7 @@ from rotp_vision.surgery.head import find_any_global_pool
 from rotp_vision.surgery.trace import undisturbed
 
 
-def views(model: nn.Module, sizes: Sequence[int] = (224, 384), crop_pct: Sequence[float] | None = None) -> 'Views':
+def multi_scale(model: nn.Module, sizes: Sequence[int] = (224, 384), crop_pct: Sequence[float] | None = None) -> 'MultiScale':
     """A converted network that sees an image at several sizes and pools the maps of all as one set.
 
     `model.transform()` of the new network makes the views of a photo, each from the photo itself: a list, of which a
@@ -42,15 +42,15 @@ def views(model: nn.Module, sizes: Sequence[int] = (224, 384), crop_pct: Sequenc
     Example:
         >>> import PIL.Image, timm, torch, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> model = rotp_vision.views(model, sizes=(64, 96))
+        >>> model = rotp_vision.multi_scale(model, sizes=(64, 96))
         >>> [view.shape for view in model.transform()(PIL.Image.new('RGB', (200, 150)))]
         [torch.Size([3, 64, 64]), torch.Size([3, 96, 96])]
         >>> model(torch.rand(2, 3, 96, 96)).shape
         torch.Size([2, 3])
     """
     refuse_wrapped(model)
-    if isinstance(model, Views):
-        raise ValueError(f'the model has views already, of {model.sizes}; views(model.model, sizes) makes others')
+    if isinstance(model, MultiScale):
+        raise ValueError(f'the model has views already, of {model.sizes}; multi_scale(model.model, sizes) makes others')
     if isinstance(sizes, str) or not isinstance(sizes, Sequence) or len(sizes) < 2:
         raise ValueError(f'sizes must be at least two sides of images in pixels, got {sizes!r}')
     _, pool = find_any_global_pool(model)
@@ -60,7 +60,7 @@ def views(model: nn.Module, sizes: Sequence[int] = (224, 384), crop_pct: Sequenc
             f'the model must have {" and ".join(missing)}, as those of timm have, got {type(model).__name__}: its '
             'forward is to be forward_head(forward_features(x))'
         )
-    made = Views(model, [positive_integer('sizes', size) for size in sizes], _checked_crops(model, sizes, crop_pct))
+    made = MultiScale(model, [positive_integer('sizes', size) for size in sizes], _checked_crops(model, sizes, crop_pct))
     _check(made, pool)
     return made
 
@@ -73,7 +73,7 @@ def _checked_crops(model: nn.Module, sizes: Sequence[int], crop_pct: Sequence[fl
     return list(crop_pct)
 
 
-def _check(made: 'Views', pool: nn.Module) -> None:
+def _check(made: 'MultiScale', pool: nn.Module) -> None:
     """Raise unless the network takes every size, and its pool reads the maps of all of them as one set."""
     image = example_inputs(made.model)[0][:1]
     seen: list[tuple[int, ...]] = []
@@ -102,8 +102,8 @@ def _check(made: 'Views', pool: nn.Module) -> None:
     raise ValueError(f'the views of a {type(made.model).__name__} cannot be pooled as one set: {reason}')
 
 
-class Views(nn.Module):
-    """A converted network that pools the maps of several sizes of an image as one set; made by `views`.
+class MultiScale(nn.Module):
+    """A converted network that pools the maps of several sizes of an image as one set; made by `multi_scale`.
 
         f_d = Σ_vn g_v x_vdn P_dvn / Σ_vn P_dvn,   one plan P over the places n of all views v
 
@@ -153,24 +153,24 @@ class Views(nn.Module):
         inner: Any = getattr(self.model, 'no_weight_decay', set)
         return {'gain.beta', *(f'model.{name}' for name in inner())}
 
-    def places(self, x: Tensor | Sequence[Tensor]) -> list[int]:
+    def positions(self, x: Tensor | Sequence[Tensor]) -> list[int]:
         """How many places the map of each view has, or how many tokens; `x` as in `forward`."""
         with undisturbed(self):
-            features = [self.model.forward_features(view) for view in self.views_of(x)]  # pyright: ignore
+            features = [self.model.forward_features(view) for view in self.images_of(x)]  # pyright: ignore
         return [x[0, self.num_prefix_tokens :, 0].numel() if x.dim() == 3 else self.map_size(x) for x in features]
 
     def map_size(self, x: Tensor) -> int:
         """Number of places of a map."""
         return x.shape[1] * x.shape[2] if self.channels_last else x.shape[2] * x.shape[3]
 
-    def scale_views(self, factors: Sequence[float]):
+    def scale_gains(self, factors: Sequence[float]):
         """Multiply the gains of the views."""
         self.gain.set(self.gain().detach() * torch.tensor(factors, device=self.gain.start.device))
 
-    def transform(self) -> 'ViewsTransform':
+    def transform(self) -> 'MultiScaleTransform':
         """From a photo to its views, each made from the photo, as timm's transforms for evaluation make them."""
         config = resolve_data_config({}, model=self)
-        return ViewsTransform(
+        return MultiScaleTransform(
             [
                 create_transform(**config | {'input_size': (*config['input_size'][:1], size, size), 'crop_pct': crop})
                 for size, crop in zip(self.sizes, self.crop_pct, strict=True)
@@ -186,9 +186,9 @@ class Views(nn.Module):
 
     def forward_features(self, x: Tensor | Sequence[Tensor]) -> Tensor:
         """The last maps, or tokens, of all views as one, as the network's head takes them."""
-        return self.joined([self.model.forward_features(view) for view in self.views_of(x)])  # pyright: ignore
+        return self.joined([self.model.forward_features(view) for view in self.images_of(x)])  # pyright: ignore
 
-    def views_of(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    def images_of(self, x: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
         """The views that are given, or those of images that are."""
         if isinstance(x, Tensor):
             return self.resized(x)
@@ -240,8 +240,8 @@ class Views(nn.Module):
         return torch.cat([x.flatten(2) for x in scaled], 2).unsqueeze(3)
 
 
-class ViewsTransform:
-    """From a photo to a list of its views, tensors (C, H, W), by a transform for each; made by `Views.transform`."""
+class MultiScaleTransform:
+    """From a photo to a list of its views, tensors (C, H, W), by a transform for each; made by `MultiScale.transform`."""
 
     def __init__(self, transforms: Sequence[Any]):
         self.transforms = transforms
