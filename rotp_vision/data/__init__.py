@@ -1,0 +1,1 @@
+"""Images and feature maps on disk, shared by training, probing and embedding."""
