@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -137,25 +136,6 @@ class Calibration:
     def __str__(self) -> str:
         head = f'{self.path}: {self.num_images} images, each judged by a fit on the other half of them'
         return f'{head}\n\n{self.table()}\n\n{self.sentence}'
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the loss on all images against the temperature, for every view and power tried, to an image file."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(7, 4), layout='constrained')
-        axes = figure.subplots()
-        groups = dict.fromkeys((setting.feature_scale, setting.power) for setting, _ in self.trials)
-        for view, power in sorted(groups):
-            points = sorted((s.temperature, loss) for s, loss in self.trials if (s.view, s.power) == (view, power))
-            if len(points) > 2:
-                axes.plot(*zip(*points, strict=True), marker='.', label=f'{view}, norm power {power:g}')
-        axes.axhline(self.average_gain.loss, color='grey', linestyle='--', label='average + gain')
-        axes.set(xscale='log', xlabel='temperature', ylabel='cross-entropy, gain fitted', title=self.sentence)
-        axes.title.set(fontsize=8, wrap=True)
-        losses = sorted(loss for _, loss in self.trials)
-        axes.set_ylim(top=max(self.average_gain.loss * 1.02, losses[len(losses) // 2]))
-        axes.legend(fontsize=7)
-        figure.savefig(path, dpi=150)
 
 
 def calibrate(

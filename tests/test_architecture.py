@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / 'rotp_vision'
 NETWORKS = {'core', 'layers', 'models', 'surgery'}
-TOOLS = {'bench', 'calibration', 'evaluation', 'hub', 'visualize'}
+TOOLS = {'calibration', 'evaluation', 'hub', 'visualize'}
 BELOW = {
     'core': set(),
     'layers': {'core'},

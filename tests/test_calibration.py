@@ -40,8 +40,8 @@ def peaks(count, seed):
     return x, y
 
 
-@pytest.mark.parametrize('options', ['sinkhorn', 'badmm-e', {'solver': 'badmm-e', 'coupled': True}])
-def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
+@pytest.mark.parametrize('options', ['sinkhorn', 'badmm-e', {'solver': 'badmm-e-coupled'}])
+def test_finds_the_sharp_pooling_where_peaks_tell(options):
     model = convert(Peaks(), options, example_input=torch.rand(2, 4, 8, 8))
     report = calibrate(model, [peaks(128, 0), peaks(128, 1)])
     assert report.num_images == 256
@@ -53,8 +53,6 @@ def test_finds_the_sharp_pooling_where_peaks_tell(tmp_path, options):
     assert 'differs from average + gain by -' in report.sentence
     assert report.sentence in str(report)
     assert '(chosen)' in report.table()
-    report.plot(tmp_path / 'plot.png')
-    assert (tmp_path / 'plot.png').stat().st_size > 5000
 
 
 def test_fit_gain_finds_the_gain_and_changes_nothing_else():
@@ -224,7 +222,7 @@ def test_the_model_is_otherwise_untouched():
     ('options', 'penalty'),
     [
         ({'solver': 'sinkhorn'}, 1),
-        ({'solver': 'badmm-e', 'coupled': True}, [1.0, 2.0, 1.0, 1.0]),
+        ({'solver': 'badmm-e-coupled'}, [1.0, 2.0, 1.0, 1.0]),
         ({'solver': 'sinkhorn', 'structure': 1}, (1.0, 1.0, 2.0, 1.0)),
     ],
 )
@@ -235,7 +233,7 @@ def test_what_is_scored_is_what_is_left_whatever_moved_before(options, penalty):
         model.global_pool.set_weights(structure=30.0)
     x, y = peaks(128, 0)
     report = calibrate(model, [(x, y)])
-    expected = torch.tensor(penalty).expand(model.global_pool.options.modules)
+    expected = torch.tensor(penalty).expand(model.global_pool.options.num_iters or 4)
     assert torch.allclose(model.global_pool.named_weights()['feature_penalty'], expected.float())
     loss = dict(report.trials)[report.chosen.setting]
     with torch.no_grad():
@@ -266,7 +264,7 @@ def test_attention_priors_stay_and_pools_without_gain_get_none():
 def test_networks_of_every_kind(make):
     torch.manual_seed(0)
     model = convert(make())
-    report = calibrate(model, [(torch.rand(12, 3, 64, 64), torch.arange(12) % 3)], views=['rms'])
+    report = calibrate(model, [(torch.rand(12, 3, 64, 64), torch.arange(12) % 3)], feature_scales=['rms'])
     assert report.num_images == 12
     assert all(math.isfinite(row.loss) for row in report.rows)
 
@@ -276,7 +274,7 @@ def test_networks_of_other_images_and_with_more_in_their_head():
     more = timm.create_model('efficientvit_b0', num_classes=4)
     for model, channels in ((gray, 1), (more, 3)):
         batch = torch.randn(4, channels, 64, 64), torch.arange(4)
-        assert calibrate(convert(model), [batch], views=['rms']).num_images == 4
+        assert calibrate(convert(model), [batch], feature_scales=['rms']).num_images == 4
 
 
 def test_errors():
@@ -320,7 +318,7 @@ X, Y = torch.linspace(-2, 2, 4 * 3 * 64 * 64).sin().view(4, 3, 64, 64), torch.te
         ([(X * torch.nan, Y)], {}, 'with a spread of nan'),
         ([(X, Y)], {'max_images': 0}, 'max_images must be at least 4, got 0'),
         ([(X[:3], Y[:3])], {}, 'at least 4 images, got 3'),
-        ([(X, Y)], {'views': []}, r'views must be of identity, rms, log, got \[\]'),
+        ([(X, Y)], {'feature_scales': []}, r'feature_scales must be of raw, rms, log, got \[\]'),
         ([(X, Y)], {'priors': ['attention']}, 'priors must be of uniform, norm'),
         ([(X, Y)], {'metric': 'accuracy'}, 'metric must be of loss, top1'),
         ([(X, Y)], {'label_smoothing': 1.0}, r'label_smoothing must lie in \[0, 1\), got 1.0'),
@@ -335,8 +333,8 @@ def test_what_cannot_be_calibrated_on_is_said(batches, options, message):
 @pytest.mark.parametrize('labels', [Y.tolist(), Y.numpy(), Y.to(torch.uint8)], ids=['list', 'array', 'uint8'])
 def test_labels_of_any_kind_of_integer(labels):
     model = convert(timm.create_model('test_resnet', num_classes=3))
-    expected = calibrate(model, [(X, Y)], views=['rms']).average_gain.loss
-    assert calibrate(model, [(X, labels)], views=['rms']).average_gain.loss == expected
+    expected = calibrate(model, [(X, Y)], feature_scales=['rms']).average_gain.loss
+    assert calibrate(model, [(X, labels)], feature_scales=['rms']).average_gain.loss == expected
 
 
 def test_beats_average_pooling_on_real_images_not_used_for_it(real_data):

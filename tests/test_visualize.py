@@ -58,8 +58,8 @@ SHARP = {'smoothness': 0.3, 'sample_penalty': 0.3}
 NETS = {
     'sinkhorn': lambda: net(GlobalROTPool2d({'solver': 'sinkhorn', 'smoothness': 0.2})),
     'badmm-e': lambda: net(GlobalROTPool2d({'solver': 'badmm-e', 'smoothness': 0.3, 'step': 0.3})),
-    'coupled badmm-q': lambda: net(GlobalROTPool2d({'solver': 'badmm-q', 'coupled': True})),
-    'gain': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'scalar', 'view': 'rms'}))),
+    'badmm-q-coupled': lambda: net(GlobalROTPool2d('badmm-q-coupled')),
+    'gain': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'scalar', 'feature_scale': 'rms'}))),
     'gain per channel': lambda: net(gained(GlobalROTPool2d(SHARP | {'gain': 'channel'}, CHANNELS))),
     'attention': lambda: net(GlobalROTPool2d(SHARP | {'prior': 'attention'}, CHANNELS)),
     'NHWC': lambda: net(GlobalROTPool2d(SHARP, input_fmt='NHWC'), layout='NHWC'),
@@ -259,7 +259,7 @@ def test_plans_over_training(tmp_path):
 
 
 def test_weights_over_epochs(tmp_path):
-    layer = GlobalROTPool2d({'solver': 'badmm-e', 'num_modules': 2, 'gain': 'channel'}, CHANNELS)
+    layer = GlobalROTPool2d({'solver': 'badmm-e', 'num_iters': 2, 'gain': 'channel'}, CHANNELS)
     history = []
     for epoch in range(3):
         layer.set_weights(smoothness=torch.tensor([1.0, 2.0]) + epoch, gain=1.0 + epoch)
