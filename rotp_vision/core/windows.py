@@ -101,14 +101,12 @@ def pool_windows(maps: Tensor, windows: Windows, pool: PoolSets, log_sample_prio
     # At least as many rows as the next chunk shares with this one.
     shared = max(0, windows.reach(0) - windows.stride[0])
     num_rows = min(rows, max(1, limit // per_row, -(-shared // windows.stride[0])))
+    height = num_rows * windows.stride[0] if num_rows < rows else padded.shape[2]
     images = []
     for first in range(0, max(1, maps.shape[0]), num_images):
         one = slice(first, first + num_images)
         some_prior = prior if prior is None or prior.shape[0] == 1 else prior[one]
-        blocks = [
-            None if x is None else _blocks(x, num_rows * windows.stride[0], shared)
-            for x in (padded[one], exists, some_prior)
-        ]
+        blocks = [None if x is None else _blocks(x, height, shared) for x in (padded[one], exists, some_prior)]
         parts = []
         for i in range(-(-rows // num_rows)):
             block = [None if x is None else x[i] for x in blocks]
