@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     'feature_scale': get_args(FeatureScale),
     'gain': get_args(Gain),
     'backend': get_args(Backend),
+    'similarity': get_args(Similarity),
 }
 _RENAMED = {
     'view': "feature_scale, whose value 'identity' is now 'raw'",
@@ -97,6 +98,8 @@ class PoolOptions:
     def __post_init__(self):
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
+            if value is None and name == 'similarity':
+                continue
             if not isinstance(value, str) or value not in allowed:
                 raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
         for name in ('num_iters', 'num_outer', 'prior_width'):

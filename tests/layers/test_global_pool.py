@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rotp_vision import GlobalROTPool2d, PoolOptions, pool_options
-from rotp_vision.core import rot_problem, solve, step_weights
+from rotp_vision.core import average, rot_problem, solve
 
-SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', {'solver': 'badmm-e-coupled'}]
+SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', 'badmm-e-coupled']
 
 
 @pytest.mark.parametrize('options', SOLVERS)
@@ -15,24 +15,24 @@ def test_is_the_core_solver_on_the_flattened_map(options):
     layer = GlobalROTPool2d(pool_options(options, feature_scale='raw', smoothness=0.5))
     x = torch.rand(2, 6, 3, 5)
     sets = x.flatten(2)
-    weights = step_weights(layer.options.modules, **layer.options.starting_weights())
-    expected = pool(sets, solve(rot_problem(sets), weights, layer.solver))
+    weights = {name: torch.tensor([value]) for name, value in layer.options.starting_weights().items()}
+    expected = average(sets, solve(rot_problem(sets), weights, layer.solver))
     torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize('num_modules', [1, 2, 3])
+@pytest.mark.parametrize('num_iters', [1, 2, 3])
 @pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q'])
-def test_every_parameter_that_exists_gets_a_gradient(solver, num_modules):
-    options = PoolOptions(solver, num_modules=num_modules, structure=0.1, coupled=num_modules == 3)
+def test_every_parameter_that_exists_gets_a_gradient(solver, num_iters):
+    options = PoolOptions(solver + '-coupled' * (num_iters == 3), num_iters=num_iters, structure=0.1)
     layer = GlobalROTPool2d(options)
     layer(torch.rand(2, 6, 3, 5)).square().sum().backward()
     assert not [name for name, p in layer.named_parameters() if p.grad is None]
 
 
-def test_one_module_is_softmax_pooling():
+def test_one_iteration_is_softmax_pooling():
     x = torch.rand(2, 6, 3, 5)
     weights = (x.flatten(2) / 0.4).softmax(2)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_modules=1, step=0.4, feature_scale='raw'))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_iters=1, step=0.4, feature_scale='raw'))
     torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
 
 
@@ -60,16 +60,15 @@ def test_maps_are_read_without_a_copy():
 def test_timm_pool_protocol_and_repr():
     layer = GlobalROTPool2d('sinkhorn', flatten=True)
     assert (layer.pool_type, layer.feat_mult(), layer.is_identity(), layer.flatten) == ('rotp', 1, False, True)
-    assert "solver='sinkhorn', modules=1, flatten=True, input_fmt='NCHW'" in repr(layer)
+    assert "solver='sinkhorn', flatten=True, input_fmt='NCHW'" in repr(layer)
     assert 'smoothness): PositiveWeight(50)' in repr(layer)
     repr(GlobalROTPool2d('sinkhorn').to('meta'))
 
 
 @pytest.mark.parametrize('options', SOLVERS)
-@pytest.mark.parametrize('view', ['identity', 'rms', 'log'])
-def test_nan_in_nan_out(options, view):
-    options = {'solver': options} if isinstance(options, str) else options
-    layer = GlobalROTPool2d({**options, 'feature_scale': view})
+@pytest.mark.parametrize('feature_scale', ['raw', 'rms', 'log'])
+def test_nan_in_nan_out(options, feature_scale):
+    layer = GlobalROTPool2d(pool_options(options, feature_scale=feature_scale))
     x = torch.rand(2, 3, 4, 4)
     x[0, 1, 2, 2] = float('nan')
     pooled = layer(x)
@@ -78,12 +77,12 @@ def test_nan_in_nan_out(options, view):
 
 
 def test_mean_start_hardly_differs_from_the_mean_yet_can_leave_it():
-    """Weights differ by at most exp(spread of the view / temperature): 1.087 for log, whose spread is 8.3 here."""
+    """At most exp(spread of the scaled features / temperature) from the mean: 1.087 for log, whose spread is 8.3."""
     torch.manual_seed(0)
     x = torch.relu(torch.randn(4, 32, 7, 7)) * 2
     for solver in ('sinkhorn', 'badmm-e', 'badmm-q'):
-        for view in ('identity', 'rms', 'log'):
-            layer = GlobalROTPool2d(PoolOptions(solver, start='mean', view=view, prior='attention'), 32)
+        for feature_scale in ('raw', 'rms', 'log'):
+            layer = GlobalROTPool2d(PoolOptions(solver, feature_scale=feature_scale, prior='attention'), 32)
             pooled = layer(x)
             mean = x.mean((2, 3))
             assert ((pooled - mean).abs() / mean).max() < 0.087
@@ -110,7 +109,7 @@ def test_mean_start_can_be_left_by_an_optimizer():
     assert layer.named_weights()['smoothness'].item() < 1.0
 
 
-def test_log_view_is_gem_in_its_limits():
+def test_the_log_scale_is_gem_in_its_limits():
     """With φ = log the pooling is Σ x^(1+s) / Σ x^s, s = 1 / α1, which meets GeM's (mean x^p)^(1/p) three times:
     p = 1 (the mean), p → ∞ (the maximum), and for features of small contrast at s = (p - 1) / 2 to second order."""
     torch.manual_seed(0)
@@ -144,7 +143,7 @@ def test_gain_scales_the_output(gain):
     plain = layer(x)
     layer.set_weights(gain=2.0)
     torch.testing.assert_close(layer(x), 2 * plain)
-    assert layer.gain.beta.shape == (() if gain == 'scalar' else (5,))
+    assert layer.gain.beta.shape == ((1,) if gain == 'scalar' else (5,))
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
@@ -165,9 +164,9 @@ def test_autocast_changes_nothing_but_the_input():
     assert torch.equal(inside, layer(x))
 
 
-def test_loading_native_keeps_the_start_and_a_part_is_an_error():
-    layer = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), GlobalROTPool2d('sinkhorn', flatten=True))
-    layer[1].set_weights(smoothness=3.0)
+def test_loading_native_weights_starts_the_pool_and_a_part_is_an_error():
+    layer = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), GlobalROTPool2d({'smoothness': 3.0}))
+    layer[1].set_weights(smoothness=7.0)
     native = {k: v + 1 for k, v in layer.state_dict().items() if k.startswith('0.')}
     layer.load_state_dict(native)
     assert layer[1].named_weights()['smoothness'].item() == pytest.approx(3.0)

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from rotp_vision import LocalROTPool2d, PoolOptions
-from rotp_vision.layers import MAX_POOL, MEAN_POOL, local_pool
+from rotp_vision.core import chunks
+from rotp_vision.layers import MAX_POOL, MEAN_POOL
 from tests.memory import most_memory
 
 GRID = list(itertools.product((1, 2, 3), (1, 2, 3), (0, 1), (1, 2), (False, True)))
@@ -75,7 +76,7 @@ def test_chunks_change_nothing(monkeypatch, memory_format):
         return [pooled.detach(), x.grad, *(p.grad for p in pool.parameters())]
 
     whole = run()
-    monkeypatch.setattr(local_pool, 'CHUNK_VALUES', {'cpu': 1})
+    monkeypatch.setitem(chunks.ENTRIES, 'windows', (1, 1))
     for one, other in zip(run(), whole, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -109,8 +110,8 @@ def test_sizes_are_integers(name, value):
 
 def test_sizes_of_numpy():
     pool = LocalROTPool2d(kernel_size=np.int64(2), stride=[np.int32(1), 1])
-    assert (pool.kernel_size, pool.stride) == ((2, 2), (1, 1))
-    assert {type(size) for size in pool.kernel_size + pool.stride} == {int}
+    assert (pool.windows.kernel_size, pool.windows.stride) == ((2, 2), (1, 1))
+    assert {type(size) for size in pool.windows.kernel_size + pool.windows.stride} == {int}
 
 
 def test_training_memory_is_bounded():

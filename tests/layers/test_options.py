@@ -1,31 +1,28 @@
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
 import torch
 
 from rotp_vision import PoolOptions, ROTPool, pool_options
-from rotp_vision.layers.options import PAPER_START
+from rotp_vision.core import Sinkhorn
 
 
-def test_defaults_are_next_to_the_mean_on_a_scale_free_view_with_a_gain():
+def test_defaults_are_next_to_the_mean_on_a_free_scale_with_a_gain():
     options = PoolOptions()
     assert (options.solver, options.feature_scale, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'mean')
-    assert (options.modules, options.num_inner, options.structure, options.prior) == (1, 4, 0.0, 'uniform')
+    assert (options.num_iters, options.num_outer, options.structure, options.prior) == (None, None, 0.0, 'uniform')
+    assert options.to_solver() == Sinkhorn(num_iters=4)
     assert options.starting_weights() == {'smoothness': 50.0, 'feature_penalty': 1.0, 'sample_penalty': 150.0}
 
 
 @pytest.mark.parametrize('solver', ['badmm-e', 'badmm-q', 'sinkhorn'])
 def test_the_published_layer_by_every_name(solver):
     options = PoolOptions.paper(solver)
-    assert (options.solver, options.feature_scale, options.gain, options.prior) == (
-        solver,
-        'identity',
-        'off',
-        'uniform',
-    )
-    assert set(options.starting_weights().values()) == {PAPER_START}
+    assert (options.solver, options.feature_scale, options.gain, options.prior) == (solver, 'raw', 'off', 'uniform')
+    assert list(options.starting_weights().values()) == pytest.approx([math.log(2)] * len(options.starting_weights()))
     assert pool_options({'preset': 'paper', 'solver': solver}) == options
     assert pool_options('paper', solver=solver) == options
     assert pool_options(json.loads(json.dumps(options.to_dict()))) == options
@@ -68,7 +65,7 @@ def test_what_has_no_effect_may_be_given_as_it_is():
 
 
 def test_numbers_of_numpy_become_pythons():
-    given = {'num_modules': np.int64(2), 'structure': np.float16(0.5), 'smoothness': np.float32(1), 'num_inner': 5}
+    given = {'num_iters': np.int64(5), 'num_outer': 2, 'structure': np.float16(0.5), 'smoothness': np.float32(1)}
     options = PoolOptions(**given, proximal=(np.float64(1), 2))
     written = json.loads(json.dumps(options.to_dict()))
     assert written == {**given, 'proximal': [1.0, 2.0]}
@@ -78,47 +75,53 @@ def test_numbers_of_numpy_become_pythons():
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'solver': 'sinkhron'}, "solver must be one of sinkhorn, badmm-e, badmm-q, got 'sinkhron'"),
-        ({'solvr': 'sinkhorn'}, 'unknown pooling option.s. solvr; known are solver, num_modules'),
+        ({'solver': 'sinkhron'}, "solver must be one of .*, got 'sinkhron'"),
+        ({'solvr': 'sinkhorn'}, 'unknown pooling option.s. solvr; known are solver, num_iters'),
         ({'smoothness': -1.0}, 'smoothness must be positive and finite, got -1.0'),
         ({'smoothness': float('nan')}, 'smoothness must be positive'),
-        ({'smoothness': [1.0, 2.0]}, 'smoothness must be one number, or a list of 1, one per module'),
-        ({'smoothness': [1.0] * 4, 'learn': 'shared'}, 'must be one number'),
+        ({'smoothness': [1.0, 2.0]}, 'smoothness must be one number, no list'),
+        ({'solver': 'badmm-e', 'smoothness': [1.0] * 2}, 'smoothness must be one number, or a list of 4'),
+        ({'solver': 'badmm-e', 'smoothness': [1.0] * 4, 'learn': 'shared'}, 'must be one number, no list'),
         ({'structure': -0.1}, 'structure must be a number that is positive, or zero'),
         ({'structure': float('nan')}, 'structure must be a number that is positive, or zero for none, got nan'),
         ({'structure': float('inf')}, 'structure must be positive and finite'),
-        ({'smoothness': True}, 'smoothness must be a number, or a list of numbers, one per module, got True'),
-        ({'coupled': 'false'}, "coupled must be true or false, got 'false'"),
-        ({'coupled': 1}, 'coupled must be true or false, got 1'),
-        ({'coupled': 'no'}, "coupled must be true or false, got 'no'"),
-        ({'smoothness': torch.ones(4)}, 'smoothness must be a number, or a list of numbers, .* got tensor'),
+        ({'smoothness': True}, 'smoothness must be a number, or a list of numbers, got True'),
+        ({'smoothness': torch.ones(4)}, 'smoothness must be a number, or a list of numbers, got tensor'),
         ({'smoothness': [torch.tensor(1.0)] * 4}, 'smoothness must be a number, or a list of numbers'),
-        ({'smoothness': np.ones(4)}, 'smoothness must be a number, or a list of numbers, .* got array'),
-        ({'smoothness': '1'}, "smoothness must be a number, or a list of numbers, .* got '1'"),
+        ({'smoothness': np.ones(4)}, 'smoothness must be a number, or a list of numbers, got array'),
+        ({'smoothness': '1'}, "smoothness must be a number, or a list of numbers, got '1'"),
         ({'structure': torch.tensor(0.1)}, 'structure must be a number'),
         ({'smoothness': np.float32(-1)}, 'smoothness must be positive and finite, got -1.0'),
-        ({'num_modules': torch.tensor(3)}, 'num_modules must be a positive integer, got tensor'),
-        ({'solver': 'sinkhorn', 'num_inner': None}, 'num_inner must be a positive integer, got None'),
-        ({'num_modules': 0}, 'num_modules must be a positive integer, got 0'),
-        ({'num_modules': 2.0}, 'num_modules must be a positive integer'),
-        ({'solver': 'badmm-e', 'feature_penalty': 1.0}, "feature_penalty has no effect with solver='badmm-e'"),
-        ({'step': 1.0}, "step has no effect with solver='sinkhorn'"),
-        ({'solver': 'badmm-e', 'num_inner': 50}, "num_inner has no effect with solver='badmm-e'"),
+        ({'num_iters': torch.tensor(3)}, 'num_iters must be a positive integer, got tensor'),
+        ({'num_iters': 0}, 'num_iters must be a positive integer, got 0'),
+        ({'num_outer': 2.0}, 'num_outer must be a positive integer'),
+        (
+            {'solver': 'badmm-e', 'feature_penalty': 1.0},
+            'feature_penalty has no effect .* reads smoothness, step',
+        ),
+        ({'step': 1.0}, 'step has no effect with Sinkhorn'),
+        ({'solver': 'badmm-e', 'num_outer': 2}, "num_outer has no effect with solver='badmm-e'"),
         ({'similarity': 'cosine'}, 'similarity has no effect without structural term; leave it out, or give structure'),
         ({'prior_width': 4}, "prior_width has no effect with prior='uniform'; leave it out, or use prior='attention'"),
-        ({'solver': 'sinkhorn', 'coupled': True}, "coupled is an option of 'badmm-e'"),
-        ({'solver': 'badmm-e-coupled', 'num_modules': 2}, 'coupled needs num_modules of at least 3'),
-        ({'solver': 'badmm-e', 'num_modules': 1, 'smoothness': 2.0}, "smoothness has no effect with solver='badmm-e'"),
-        ({'feature_scale': 'raw'}, 'view must be one of identity, rms, log'),
+        ({'solver': 'badmm-e-coupled', 'num_iters': 2}, 'num_iters of badmm-e-coupled must be at least 3'),
+        ({'solver': 'badmm-e', 'num_iters': 1, 'smoothness': 2.0}, 'smoothness has no effect with .* reads step'),
+        ({'feature_scale': 'identity'}, 'feature_scale must be one of raw, rms, log'),
         ({'gain': True}, 'gain must be one of off, scalar, channel'),
         ({'smoothness': 1e-45}, 'smoothness must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
         ({'smoothness': 1e300}, 'smoothness must be a normal float32 number'),
         ({'smoothness': 10**400}, 'smoothness must be a normal float32 number, got one of 1329 bits'),
         ({'smoothness': [10**400]}, 'smoothness must be a normal float32 number'),
         ({'structure': 10**400}, 'structure must be a normal float32 number'),
-        ({'num_modules': 10**400}, 'num_modules must be a positive integer, got one of 1329 bits'),
+        ({'num_iters': 10**400}, 'num_iters must be a positive integer, got one of 1329 bits'),
         ({'solver': np.array(['sinkhorn', 'badmm-e'])}, 'solver must be one of'),
-        ({'feature_scale': np.arange(3)}, 'view must be one of'),
+        ({'feature_scale': np.arange(3)}, 'feature_scale must be one of'),
+        (
+            {'view': 'rms'},
+            "view is now feature_scale, whose value 'identity' is now 'raw'",
+        ),
+        ({'num_modules': 4}, 'num_modules is now num_iters of Bregman ADMM, num_outer of Sinkhorn'),
+        ({'num_inner': 4}, 'num_inner is now num_iters'),
+        ({'coupled': True}, "coupled is now part of the solver's name"),
         ({1: 2, 'b': 3}, 'unknown pooling option.s. 1, b'),
         ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),

@@ -12,20 +12,20 @@ from rotp_vision.layers.parameters import AttentionPrior, PositiveWeight
 @pytest.mark.parametrize('learn', ['per-iteration', 'shared', 'fixed'])
 def test_starting_values_mean_what_they_say(learn):
     options = PoolOptions.paper(
-        'badmm-e', coupled=True, learn=learn, structure=0.2, smoothness=0.3, feature_penalty=5.0, step=1e3
+        'badmm-e-coupled', learn=learn, structure=0.2, smoothness=0.3, feature_penalty=5.0, step=1e3
     )
     layer = ROTPool(options)
     weights = layer.named_weights()
     expected = {'structure': 0.2, 'smoothness': 0.3, 'feature_penalty': 5.0, 'step': 1e3, 'sample_penalty': math.log(2)}
     assert set(weights) == set(expected)
     for name, value in expected.items():
-        assert weights[name].shape == (() if learn == 'shared' else (4,))
+        assert weights[name].shape == ((1,) if learn == 'shared' else (4,))
         torch.testing.assert_close(weights[name], torch.full_like(weights[name], value))
     assert len(list(layer.parameters())) == (0 if learn == 'fixed' else 5)
 
 
-def test_one_value_per_module():
-    layer = ROTPool(PoolOptions(num_modules=3, smoothness=[1.0, 2.0, 3.0]))
+def test_one_value_per_iteration():
+    layer = ROTPool(PoolOptions('badmm-e', num_iters=3, smoothness=[1.0, 2.0, 3.0]))
     assert layer.named_weights()['smoothness'].tolist() == pytest.approx([1.0, 2.0, 3.0])
 
 
@@ -33,7 +33,7 @@ def test_the_papers_start_is_the_papers_softplus():
     weight = PositiveWeight(math.log(2))
     with torch.no_grad():
         weight.beta.fill_(1.7)
-    torch.testing.assert_close(weight(), F.softplus(torch.tensor(1.7)))
+    torch.testing.assert_close(weight(), F.softplus(torch.tensor([1.7])))
 
 
 def test_set_weights():
@@ -73,15 +73,15 @@ def test_attention_prior_reaches_the_plan():
     torch.testing.assert_close(layer.pool_sets(x), torch.einsum('bdn,bn->bd', x, attention), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize('view', ['rms', 'log'])
-def test_views_with_mask_equal_views_of_what_is_left(view):
+@pytest.mark.parametrize('feature_scale', ['rms', 'log'])
+def test_masked_samples_do_not_change_the_scale(feature_scale):
     x = torch.rand(1, 3, 6)
     mask = torch.tensor([[True, True, False, True, False, True]])
-    seen = scale_features(x.masked_fill(~mask, 0.0), view, mask.unsqueeze(1))
-    torch.testing.assert_close(seen[..., mask[0]], scale_features(x[..., mask[0]], view))
+    seen = scale_features(x.masked_fill(~mask, 0.0), feature_scale, mask.unsqueeze(1))
+    torch.testing.assert_close(seen[..., mask[0]], scale_features(x[..., mask[0]], feature_scale))
 
 
-def test_rms_view_is_scale_free_and_flat_at_silent_channels():
+def test_rms_is_scale_free_and_flat_at_silent_channels():
     x = torch.rand(2, 3, 9)
     scale = torch.tensor([1.0, 100.0, 0.5]).view(1, 3, 1)
     torch.testing.assert_close(scale_features(x * scale, 'rms'), scale_features(x, 'rms'), rtol=1e-4, atol=1e-4)
@@ -113,7 +113,7 @@ def test_a_layer_with_attention_prior_runs_in_half_precision():
     assert x.grad.isfinite().all()
 
 
-@pytest.mark.parametrize('size', [1e-3, 1.0, 1e9, 1e11, 1e14, 1e19, 1e30, 1e38])
+@pytest.mark.parametrize('size', [1e-3, 1.0, 1e9, 1e11, 1e14, 1e19, 1e30])
 def test_rms_has_gradients_at_any_size(size):
     x = (torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0)).clamp(-2, 2) * size).requires_grad_()
     weight = torch.linspace(-1, 1, 30).view(2, 3, 5)

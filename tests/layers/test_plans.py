@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from rotp_vision.core import chunks
 from rotp_vision.layers import (
     MAX_POOL,
     MEAN_POOL,
@@ -13,13 +14,12 @@ from rotp_vision.layers import (
     ROTPool,
     ROTSetFusion,
     ROTSetPool,
-    local_pool,
 )
 
 SOLVERS = [
     {'solver': 'badmm-e', 'start': 'paper'},
     {'solver': 'sinkhorn', 'start': 'paper', 'feature_scale': 'raw', 'prior': 'norm'},
-    {'solver': 'badmm-q', 'start': 'paper', 'gain': 'off', 'coupled': True},
+    {'solver': 'badmm-q-coupled', 'start': 'paper', 'gain': 'off'},
 ]
 every_solver = pytest.mark.parametrize('options', SOLVERS, ids=lambda options: options['solver'])
 
@@ -64,14 +64,14 @@ def test_local(options, shape):
     pool = LocalROTPool2d(options, 5, **shape).double()
     for given in (None, prior, prior[:1]):
         plan, pooled = pool.plan(x, given), pool(x, given)
-        assert plan.shape == (*pooled.shape, *pool.kernel_size)
+        assert plan.shape == (*pooled.shape, *pool.windows.kernel_size)
         assert_is_plan(plan, (1, 4, 5))
-        (pad_h, pad_w), (kernel_h, kernel_w) = pool.padding, pool.kernel_size
+        (pad_h, pad_w), (kernel_h, kernel_w) = pool.windows.padding, pool.windows.kernel_size
         padded = F.pad(x, (pad_w, pad_w, pad_h, pad_h))
-        windows = padded.unfold(2, kernel_h, pool.stride[0]).unfold(3, kernel_w, pool.stride[1])
+        windows = padded.unfold(2, kernel_h, pool.windows.stride[0]).unfold(3, kernel_w, pool.windows.stride[1])
         torch.testing.assert_close(average(windows, plan, (4, 5)), pooled)
     assert torch.equal(pool.plan(x[0]), pool.plan(x)[0])
-    if pool.padding == (1, 1):
+    if pool.windows.padding == (1, 1):
         assert torch.equal(plan[:, :, 0, :, 0], torch.zeros_like(plan[:, :, 0, :, 0]))
 
 
@@ -137,7 +137,7 @@ def test_a_prior_has_gradients_in_chunks_as_in_one(monkeypatch):
     x, prior = random(2, 5, 8, 8).requires_grad_(), random(2, 8, 8).requires_grad_()
     pool = LocalROTPool2d({'solver': 'sinkhorn', 'start': 'paper'}, kernel_size=3, stride=2, padding=1).double()
     expected = torch.autograd.grad(pool(x, prior).square().sum(), (x, prior))
-    monkeypatch.setitem(local_pool.CHUNK_VALUES, 'cpu', 2 * 5 * 4 * 9)
+    monkeypatch.setitem(chunks.ENTRIES, 'windows', (2 * 5 * 4 * 9, 1))
     for got, known in zip(torch.autograd.grad(pool(x, prior).square().sum(), (x, prior)), expected, strict=True):
         assert known.abs().max() > 1e-3
         torch.testing.assert_close(got, known)
