@@ -45,15 +45,13 @@ def imports(path: Path) -> set[str]:
 
 def violations(path: Path) -> list[str]:
     room = path.relative_to(PACKAGE).parts[0].removesuffix('.py')
-    # Only the kernels' own files know triton, which is not everywhere.
-    kernels = {'triton'} if path.relative_to(PACKAGE).parts[:2] == ('core', 'triton') else set()
     wrong = []
     for name in imports(path):
         root, *rest = name.split('.')
         if root == 'rotp_vision':
             if (rest or ['__init__'])[0] not in BELOW[room] | {room}:
                 wrong.append(name)
-        elif room in OUTSIDE and root not in OUTSIDE[room] | kernels | sys.stdlib_module_names:
+        elif room in OUTSIDE and root not in OUTSIDE[room] | sys.stdlib_module_names:
             wrong.append(name)
     return wrong
 
@@ -67,7 +65,6 @@ def test_dependencies_point_one_way(path):
     ('room', 'line'),
     [
         ('core', 'import timm'),
-        ('core', 'import triton'),
         ('core', 'from rotp_vision.layers import ROTPool'),
         ('core', 'from rotp_vision import layers'),
         ('layers', 'def f():\n    from timm.layers import create_act'),

@@ -105,7 +105,7 @@ def test_arguments_and_options_are_saved_by_us_and_by_timm(tmp_path, monkeypatch
 def calibrated(model):
     """As `calibrate` leaves it: other options and weights than those it was converted with."""
     pool = rotp_vision.rot_pools(model)['global_pool']
-    pool.set_options(PoolOptions(prior='norm', view='log'))
+    pool.set_options(PoolOptions(prior='norm', feature_scale='log'))
     pool.set_weights(norm_power=1.5)
     return rotp_vision.fold_gain(model)
 
@@ -147,7 +147,7 @@ def test_torchvision_and_registered_models(tmp_path):
     model = convert(torchvision.models.resnet18(num_classes=4), where='all').eval()
     save_pretrained(model, tmp_path / 'tv', base='torchvision:resnet18')
     assert torch.equal(load_pretrained(tmp_path / 'tv')(x), model(x))
-    ours = timm.create_model('resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', view='log')).eval()
+    ours = timm.create_model('resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', feature_scale='log')).eval()
     save_pretrained(ours, tmp_path / 'ours')
     assert torch.equal(load_pretrained(tmp_path / 'ours')(x), ours(x))
 
@@ -155,7 +155,7 @@ def test_torchvision_and_registered_models(tmp_path):
 @pytest.mark.parametrize(
     ('name', 'arguments'),
     [
-        ('resnet18_rotp_q', {'rotp': {'solver': 'badmm-e', 'view': 'rms'}}),
+        ('resnet18_rotp_q', {'rotp': {'solver': 'badmm-e', 'feature_scale': 'rms'}}),
         ('resnet18_rotp_e', {'rotp': {'solver': 'sinkhorn', 'gain': 'scalar'}}),
         ('resnet18_rotp_local', {'rotp_stem': {'solver': 'badmm-e'}}),
         ('resnet18_rotp_local', {'global_pool': 'avg'}),
@@ -319,7 +319,7 @@ class Own(nn.Module):
 class WithPool(Own):
     def __init__(self, width=8):
         super().__init__(width)
-        self.pool = rotp_vision.GlobalROTPool2d({'view': 'log'}, width)
+        self.pool = rotp_vision.GlobalROTPool2d({'feature_scale': 'log'}, width)
 
 
 @pytest.mark.parametrize('make', [lambda **kwargs: convert(Own(**kwargs), 'sinkhorn'), WithPool])

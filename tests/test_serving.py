@@ -44,14 +44,6 @@ def test_an_exported_network_runs_where_rotp_vision_is_not_installed(name, tmp_p
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(('backend', 'operators'), [('auto', 0), ('torch', 1)])
-def test_an_export_holds_plain_operations_unless_the_operator_is_asked_for(backend, operators):
-    pool, maps = rotp_vision.GlobalROTPool2d({'backend': backend}), torch.rand(3, 8, 7, 7)
-    program = torch.export.export(pool, (maps,), dynamic_shapes=({0: torch.export.Dim('batch', min=2)},))
-    assert sum('rotp_vision' in str(node.target) for node in program.graph.nodes) == operators
-    torch.testing.assert_close(program.module()(maps[:2]), pool(maps[:2]))
-
-
 @pytest.mark.parametrize('name', ['registered', 'test_resnet', 'test_convnext'])
 def test_symbolic_traces_and_feature_extractors_need_to_be_told_nothing(name):
     model = network(name)

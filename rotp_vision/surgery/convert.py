@@ -1,5 +1,6 @@
 """Replacing the pools of a network, and restoring them."""
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,6 @@ from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rotp_vision.core import SOLVERS
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
 from rotp_vision.surgery.classes import CONVERTED, NEW_POOL, change, changes_of
 from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
@@ -315,8 +315,9 @@ def _user_pool(found: FoundPool, make: Make, channels: int, flatten: bool) -> Us
 
 
 def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels: int, flatten: bool) -> ROTPool:
-    if found.reduction == 'max' and options.start == 'mean' and SOLVERS[options.solver].weights is None:
-        options = replace(options, start='max')
+    if found.reduction == 'max' and options.start == 'mean':
+        with contextlib.suppress(ValueError):  # a solver of your own has one start only
+            options = replace(options, start='max')
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
     elif found.kind == 'global':

@@ -156,14 +156,12 @@ def test_every_parameter_learns_with_grad_checkpointing():
     assert model.maxpool.weights.smoothness.beta.grad.abs().max() > 0
 
 
-def test_optimizer_groups_exempt_the_pooling_weights(model):
-    names = {name for name, _ in model.named_parameters() if 'pool' in name}
-    assert model.no_weight_decay() == names
-    shared = small(rotp={'solver': 'sinkhorn', 'prior': 'attention', 'prior_width': 8})
-    decayed = next(group for group in param_groups_weight_decay(shared, 0.1) if group['weight_decay'])['params']
-    beta = shared.global_pool.weights.smoothness.beta
-    assert not [p for p in decayed if p is beta]
-    assert [p for p in decayed if p is shared.global_pool.prior.sample_hidden.weight]
+def test_weight_decay_exempts_the_pooling_weights_but_not_matrices_of_its_prior():
+    model = small(rotp={'prior': 'attention', 'prior_width': 8})
+    decayed = {id(p) for group in param_groups_weight_decay(model, 0.1) if group['weight_decay'] for p in group['params']}
+    pool = model.global_pool
+    assert decayed.isdisjoint(map(id, [*pool.weights.parameters(), *pool.gain.parameters()]))
+    assert id(pool.prior.sample_hidden.weight) in decayed
 
 
 def test_formats_precisions_and_copies(model):

@@ -241,7 +241,7 @@ def test_calibrate():
         loss = F.cross_entropy(made(images), targets)
     assert report.average.top1 == pytest.approx(alone.float().mean().item(), abs=0.1)
     assert float(loss) == pytest.approx(report.chosen.loss, rel=0.2)
-    gains = [math.exp(gain) for gain in report.chosen.setting.view_gains]
+    gains = [math.exp(gain) for gain in report.chosen.setting.size_gains]
     assert gains[1] > 1.2
     assert made.gain().tolist() == pytest.approx(gains, rel=1e-4)
     assert f'sizes times 1, {gains[1]:.2g}' in str(report)

@@ -134,11 +134,14 @@ def test_a_registered_solver_goes_everywhere(tmp_path):
     """convert, report of weights, save and load, maps to draw; without it loading says what is missing."""
     from rotp_vision.visualize.maps import pool_maps
 
-    register_solver('by-softmax', lambda problem, weights: problem.seen() / weights.smoothness, {'smoothness': 50.0})
+    def softmax(problem, weights):
+        return problem.scaled_features() / weights['smoothness']
+
+    register_solver('by-softmax', softmax, {'smoothness': 50.0})
     try:
         model = rotp_vision.convert(small('test_resnet'), {'solver': 'by-softmax', 'smoothness': 3.0}, where='global')
         model.global_pool.set_weights(smoothness=2.5)
-        assert 'GlobalROTPool2d(by-softmax, view=rms)' in rotp_vision.describe(model)
+        assert 'GlobalROTPool2d(by-softmax, rms)' in rotp_vision.describe(model)
         rotp_vision.save_pretrained(model, tmp_path / 'saved')
         again = rotp_vision.load_pretrained(tmp_path / 'saved')
         assert torch.equal(again(X), model(X))
