@@ -58,7 +58,7 @@ def start_pooling(run: Run, model: nn.Module, *, gem: bool) -> dict[str, tuple[f
 
 def average_gain(run: Run, model: nn.Module) -> float | None:
     """The gain that the same images give average pooling in the place of the pool; None where they cannot tell."""
-    report, _ = _fitted(run, copy.deepcopy(model), views=('rms',), priors=('uniform',))
+    report, _ = _fitted(run, copy.deepcopy(model), feature_scales=('rms',), priors=('uniform',))
     return None if report is None else report.average_gain.gain
 
 

@@ -27,7 +27,7 @@ TINY = {
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
     },
     'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},
-    'pool': {'options': {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}},
+    'pool': {'options': {'solver': 'sinkhorn', 'feature_scale': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}},
     'stage1': {'epochs': 2, 'lr': 0.05},
     'stage2': {'epochs': 2, 'pool_lr': 0.05},
 }

@@ -62,7 +62,7 @@ def test_wrong_values_are_refused_by_name(capsys):
         ('seed', '-1', 'seed must be at least 0'),
         ('stage2.label_smoothing', '2', 'stage2.label_smoothing must be'),
         ('stage1.mixup', '-1', 'stage1.mixup must be'),
-        ('pool.options', '{view: rsm}', 'view must be one of'),
+        ('pool.options', '{feature_scale: rsm}', 'feature_scale must be one of'),
         ('output', __file__, 'output must be a directory'),
     ):
         assert message in refused(capsys, '--data.source=generated', f'--{name}', value)

@@ -53,7 +53,7 @@ def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, tra
 
 
 def test_a_checkpoint_knows_the_pooling_that_calibration_chose(tmp_path):
-    chosen = PoolConfig({'solver': 'sinkhorn', 'view': 'log', 'gain': 'scalar', 'smoothness': 0.5})
+    chosen = PoolConfig({'solver': 'sinkhorn', 'feature_scale': 'log', 'gain': 'scalar', 'smoothness': 0.5})
     model = convert_model(build_model(TINY, 5), chosen).eval()
     pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
     config = to_dict(RunConfig(model=TINY))  # whose pooling has another view
@@ -63,7 +63,7 @@ def test_a_checkpoint_knows_the_pooling_that_calibration_chose(tmp_path):
 
 
 def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path):
-    pool = PoolConfig({'solver': 'badmm-e', 'view': 'rms', 'gain': 'channel'})
+    pool = PoolConfig({'solver': 'badmm-e', 'feature_scale': 'rms', 'gain': 'channel'})
     model = convert_model(build_model(TINY, 5), pool).eval()
     save_file(model.state_dict(), tmp_path / 'a.safetensors')
     path = str(tmp_path / 'a.safetensors')

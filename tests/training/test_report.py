@@ -32,7 +32,7 @@ def test_csv_grows_and_starts_anew_from_kept_rows(tmp_path):
 @pytest.fixture(scope='module')
 def converted():
     torch.manual_seed(0)
-    options = {'solver': 'sinkhorn', 'view': 'rms', 'gain': 'scalar', 'smoothness': 1.0}
+    options = {'solver': 'sinkhorn', 'feature_scale': 'rms', 'gain': 'scalar', 'smoothness': 1.0}
     return rotp_vision.convert(timm.create_model('test_resnet', num_classes=3).eval(), options)
 
 

@@ -80,7 +80,7 @@ def table(text):
 def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
     """Each evaluates a half of the images: with another view on one of them, another loss would come out."""
     settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
-    settings['pool']['options'] = {'solver': 'sinkhorn', 'view': 'identity', 'gain': 'scalar', 'smoothness': 1e-3}
+    settings['pool']['options'] = {'solver': 'sinkhorn', 'feature_scale': 'raw', 'gain': 'scalar', 'smoothness': 1e-3}
     run = Run(tmp_path, settings)
     assert run.run_together(2) == [0, 0], run.text
     rows = table(run.text)
