@@ -10,7 +10,9 @@ from torch.nn import functional as F
 
 from benchmarks.real_data import NETWORKS, build, images_of
 from rotp_vision import GlobalROTPool2d, MixedROTPool2d, PoolOptions, calibrate, convert, rot_pools
-from rotp_vision.calibration import Setting, _Curve, _Search, fit_gain
+from rotp_vision.calibration import Setting, fit_gain
+from rotp_vision.calibration.fit import Search
+from rotp_vision.calibration.scores import Curve
 
 
 class Peaks(nn.Module):
@@ -50,7 +52,8 @@ def test_finds_the_sharp_pooling_where_peaks_tell(options):
     with torch.no_grad():
         held_out = F.cross_entropy(model(x), y).item()
     assert held_out == pytest.approx(report.chosen.loss, rel=0.2)  # 256 images judge to within 0.04
-    assert 'differs from average + gain by -' in report.sentence
+    assert report.sentence.startswith('ROTP pays: +')
+    assert ' points of top-1 and -' in report.sentence
     assert report.sentence in str(report)
     assert '(chosen)' in report.table()
 
@@ -116,9 +119,7 @@ def test_says_when_there_is_nothing_to_find_and_leaves_the_mean():
     model = convert(Peaks(), {'smoothness': 1.0}, example_input=torch.rand(2, 4, 8, 8))
     report = calibrate(model, [(x, y)])
     assert report.chosen is None
-    assert report.sentence == (
-        'no pooling beats average pooling with a gain on these images; the pooling was left next to the mean'
-    )
+    assert report.sentence.startswith('Keep average pooling: ROTP has no clear gain')
     weights = model.global_pool.named_weights()
     assert weights['smoothness'].tolist() == [50.0]
     assert weights['gain'].item() == pytest.approx(report.average_gain.gain, rel=1e-5)
@@ -150,9 +151,9 @@ def test_the_mildest_is_the_nearest_to_average_pooling_whatever_its_gain():
     def curve(gain, loss):
         steps = torch.arange(-4, 5)
         each = loss + 0.01 * steps.square()[:, None] + 0.1 * noise.roll(round(10 * gain))
-        return _Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
+        return Curve(math.log(gain) + 0.1 * steps, each, torch.ones(9, 50))
 
-    search = _Search.__new__(_Search)
+    search = Search.__new__(Search)
     search.metric, search.average = 'loss', curve(3.0, 1.0)
     sharp, best, mild, worse = (Setting('rms', temperature) for temperature in (1.0, 2.0, 4.0, 8.0))
     search.known = {sharp: curve(1.1, 0.91), best: curve(1.5, 0.9), mild: curve(2.5, 0.91), worse: curve(2.9, 0.99)}
@@ -316,9 +317,12 @@ X, Y = torch.linspace(-2, 2, 4 * 3 * 64 * 64).sin().view(4, 3, 64, 64), torch.te
         ([(X, Y), (X[:, :, :32], Y)], {}, r'images of one size, got \(3, 64, 64\) and \(3, 32, 64\)'),
         ([(X[..., :16, :16], Y)], {}, 'maps of 1 positions with a spread of 0 .* leave nothing to calibrate'),
         ([(X * torch.nan, Y)], {}, 'with a spread of nan'),
+        ([(X[:0], Y[:0]), (X, Y)], {}, 'a batch of the loader holds no image'),
+        ([(X.double(), Y)], {}, r'images of the loader are torch.float64, but the model is torch.float32'),
         ([(X, Y)], {'max_images': 0}, 'max_images must be at least 4, got 0'),
         ([(X[:3], Y[:3])], {}, 'at least 4 images, got 3'),
         ([(X, Y)], {'feature_scales': []}, r'feature_scales must be of raw, rms, log, got \[\]'),
+        ([(X, Y)], {'feature_scales': ['rms', 'rms']}, 'feature_scales must name each of them once'),
         ([(X, Y)], {'priors': ['attention']}, 'priors must be of uniform, norm'),
         ([(X, Y)], {'metric': 'accuracy'}, 'metric must be of loss, top1'),
         ([(X, Y)], {'label_smoothing': 1.0}, r'label_smoothing must lie in \[0, 1\), got 1.0'),
@@ -328,6 +332,27 @@ def test_what_cannot_be_calibrated_on_is_said(batches, options, message):
     model = convert(timm.create_model('test_resnet', num_classes=3))
     with pytest.raises(ValueError, match=message):
         calibrate(model, batches, **options)
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = convert(timm.create_model('test_resnet', num_classes=3))
+    nn.init.constant_(model.fc.weight, math.nan)
+    with pytest.raises(ValueError, match=r'fc\.weight of the model is not finite'):
+        calibrate(model, [(X, Y)])
+
+
+def test_ties_are_not_right():
+    model = convert(Peaks(), example_input=torch.rand(2, 4, 8, 8))
+    nn.init.zeros_(model.fc.weight)  # all classes have the same logit
+    assert [row.top1 for row in calibrate(model, [peaks(32, 0)]).rows] == [0.0] * 5
+
+
+def test_a_loader_sorted_by_class_is_warned_of():
+    x, y = peaks(64, 0)
+    order = y.argsort()
+    model = convert(Peaks(), example_input=torch.rand(2, 4, 8, 8))
+    with pytest.warns(UserWarning, match=r'sorted by class: [23] of 4 classes are among the first 32 images'):
+        calibrate(model, [(x[order], y[order])], max_images=32)
 
 
 @pytest.mark.parametrize('labels', [Y.tolist(), Y.numpy(), Y.to(torch.uint8)], ids=['list', 'array', 'uint8'])

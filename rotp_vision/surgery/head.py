@@ -71,7 +71,7 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
     count = 0
     try:
         for batch in loader:
-            images, labels = _checked(batch)
+            images, labels = checked_batch(model, batch)
             now = [tuple(view.shape[1:]) for view in tree_leaves(images)]
             shapes = shapes or now
             if shapes != now:
@@ -103,8 +103,8 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
     return Collected(sets, torch.cat(targets), torch.cat(logits), example)
 
 
-def _checked(batch: Any) -> tuple[Any, Tensor]:
-    """Images, or a list of views of them, and class indices of a batch; raises if it holds something else."""
+def checked_batch(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
+    """Images, or a list of views of them, and class indices of a batch; raises if the model cannot take them."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
     images, labels = batch
@@ -116,7 +116,12 @@ def _checked(batch: Any) -> tuple[Any, Tensor]:
                 "images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got "
                 f'{got}'
             )
-    count = len(tree_leaves(images)[0])
+    first, dtype = tree_leaves(images)[0], next(model.parameters()).dtype
+    count = len(first)
+    if not count:
+        raise ValueError('a batch of the loader holds no image; leave empty batches out')
+    if first.dtype != dtype:
+        raise ValueError(f'images of the loader are {first.dtype}, but the model is {dtype}: convert one of them')
     labels = torch.as_tensor(labels)
     if labels.shape != (count,) or labels.is_floating_point():
         raise ValueError(
