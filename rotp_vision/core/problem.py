@@ -38,6 +38,7 @@ class ROTProblem(NamedTuple):
     mask: Tensor | None = None  # (B, 1, N) bool, True on the samples that exist
     feature_scale: str = 'raw'  # what the plan is computed from, see `scale_features`
     norm_power: Tensor | None = None  # (1,) β of the norm prior q0 ∝ ‖x_n‖^β; None for none
+    has_priors: bool = False  # whether p0 or q0 were given, so that they may be of any size
 
     def scaled_features(self) -> Tensor:
         """(B, D, N) what the plan is computed from, in the dtype of the priors; zero on masked samples."""
@@ -84,6 +85,7 @@ def rot_problem(
     _check(features, log_feature_prior, log_sample_prior, mask, feature_scale)
     x, dtype = features, torch.promote_types(features.dtype, torch.float32)
     num_features, num_samples = x.shape[1:]
+    has_priors = log_feature_prior is not None or log_sample_prior is not None
     if log_feature_prior is None:
         log_p0 = x.new_full([1, num_features], -math.log(num_features), dtype=dtype)
     else:
@@ -91,15 +93,15 @@ def rot_problem(
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1).clamp_min(-1e4)
     if log_sample_prior is None and mask is None:
         log_q0 = x.new_full([1, num_samples], -math.log(num_samples), dtype=dtype)
-        return ROTProblem(x, log_p0, log_q0, None, feature_scale, norm_power)
+        return ROTProblem(x, log_p0, log_q0, None, feature_scale, norm_power, has_priors)
     log_q0 = x.new_zeros([1, num_samples], dtype=dtype) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
-        return ROTProblem(x, log_p0, _finite(log_q0.log_softmax(-1)), None, feature_scale, norm_power)
+        return ROTProblem(x, log_p0, _finite(log_q0.log_softmax(-1)), None, feature_scale, norm_power, has_priors)
     # The one place where the mask meets the data: a masked sample is zero, so nothing it held can reach a result.
     masked = ~mask
     log_q0 = _finite(log_q0.masked_fill(masked, -torch.inf).log_softmax(-1)).masked_fill(masked, 0.0)
     x = x.masked_fill(masked.unsqueeze(1), 0.0)
-    return ROTProblem(x, log_p0, log_q0, mask.unsqueeze(1), feature_scale, norm_power)
+    return ROTProblem(x, log_p0, log_q0, mask.unsqueeze(1), feature_scale, norm_power, has_priors)
 
 
 def scale_features(x: Tensor, feature_scale: str, mask: Tensor | None = None) -> Tensor:

@@ -110,7 +110,7 @@ class Sinkhorn:
             weights[name].to(dtype) for name in ('smoothness', 'feature_penalty', 'sample_penalty')
         )
         rates = 1 / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)
-        x, log_p0, log_q0, mask, feature_scale, power = problem
+        x, log_p0, log_q0, mask, feature_scale, power, _ = problem
         inputs = x, log_p0, log_q0, None if power is None else power.to(dtype), *rates
         pooled, clamped = _SinkhornPool.apply(*inputs, mask, self.num_iters, feature_scale == 'rms')  # pyright: ignore
         return None if clamped else pooled
@@ -123,7 +123,7 @@ class Sinkhorn:
         assert isinstance(smoothness, float)
         assert isinstance(feature_penalty, float)
         num_samples = problem.features.shape[2]
-        least = math.sqrt(num_samples) / 80  # below it u underflows in float32
+        least = math.sqrt(num_samples) / 20  # below it u may underflow in float32
         if smoothness + feature_penalty >= least:
             return None
         return f'smoothness + feature_penalty must be at least {least:.3g} for sets of {num_samples} samples'
@@ -131,8 +131,9 @@ class Sinkhorn:
     def _has_operator(self, problem: ROTProblem) -> bool:
         if self.num_weight_sets > 1 or self.structure or problem.feature_scale == 'log':
             return False
-        # Raw features of any size may need the log domain, which only a look at their values shows.
-        return problem.feature_scale == 'rms' or reads_values(problem.features)
+        # Raw features of any size, and priors of any size, may need the log domain, which only a look at values shows.
+        safe = problem.feature_scale == 'rms' and not problem.has_priors
+        return safe or reads_values(problem.features)
 
 
 SOLVERS['sinkhorn'] = Sinkhorn
@@ -172,7 +173,9 @@ class _SinkhornPool(torch.autograd.Function):
     def forward(ctx, x, log_p0, log_q0, power, tau, rho2, rho3, mask, num_iters, rms):
         (batch, num_features, num_samples), dtype, tiny = x.shape, tau.dtype, torch.finfo(tau.dtype).tiny
         # The root mean square bounds s x by sqrt(N) τ. Raw features are looked at: they are on a CPU, see `operator`.
-        largest = math.sqrt(num_samples) if rms else torch.stack(x.aminmax()).abs().amax().to(dtype)
+        largest = math.sqrt(num_samples)
+        if not rms:
+            largest = torch.stack(x.aminmax()).abs().amax().to(dtype) if batch else tau.new_zeros(1)
         warm = largest * tau <= 8
         warm = bool(warm) if reads_values(x) else warm
         ctx.warm, ctx.rms = warm, rms
@@ -205,7 +208,9 @@ class _SinkhornPool(torch.autograd.Function):
                 pooled[sets] = (centre[sets] if peak is None else centre[sets] + peak).squeeze(1)
         kept = scale, centre, rows, columns, norms
         ctx.save_for_backward(x, log_p0, log_q0, power, tau, rho2, rho3, mask, *kept)
-        clamped = warm is False and reads_values(x) and bool(rows.amin() <= tiny or columns.amin() <= tiny)
+        # What is divided by sums that are hardly larger would overflow.
+        least = tiny * 2**27
+        clamped = warm is False and reads_values(x) and bool(rows.amin() <= least or columns.amin() <= least)
         return pooled, clamped
 
     @staticmethod
@@ -255,7 +260,8 @@ def _gradients(warm, rms, grad, x, log_p0, log_q0, power, tau, rho2, rho3, mask,
             d_weights.append((h.sum() / tau, (ga * log_p).sum(), (hb * log_q).sum()))
             d_log_p[sets], d_log_q[sets] = rho2 * ga.sum(1), rho3 * hb.sum(1)
             if rms:
-                d_part.addcmul_(part, h * (s / tau).square() / _count(part, exists), value=-1)
+                inverse = s / tau  # of the root mean square, whose square may underflow
+                d_part.addcmul_(part, h * inverse * inverse / _count(part, exists), value=-1)
             if norms is not None:
                 inverse = (-2 * norms[sets]).exp_().masked_fill_(norms[sets] <= math.log(FLOOR), 0.0)
                 d_part.addcmul_(part, (power * d_log_q[sets].unsqueeze(1) * inverse).mT)

@@ -150,7 +150,7 @@ def average(features: Tensor, log_plan: Tensor) -> Tensor:
 
 def _pool_in_chunks(problem: ROTProblem, weights: Weights, solver: Solver) -> Tensor:
     """`average` under the solver's plan; backward computes the formula again, some images at a time."""
-    features, log_p0, log_q0, mask, feature_scale, power = problem
+    features, log_p0, log_q0, mask, feature_scale, power, _ = problem
 
     def pooled(x: Tensor, log_p0: Tensor, log_q0: Tensor, mask: Tensor | None) -> Tensor:
         return average(x, _log_plan(ROTProblem(x, log_p0, log_q0, mask, feature_scale, power), weights, solver))

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from rotp_vision.core.chunks import device_type
+
 if TYPE_CHECKING:
     from rotp_vision.core.problem import ROTProblem
 
@@ -64,7 +66,7 @@ def check_similarity(structure: bool, similarity: Similarity | None) -> None:
 def apply_factors(left: Tensor, right: Tensor, plan: Tensor) -> Tensor:
     """L Lᵀ P Rᵀ R for factors and plan (B, D, N), in the order that needs no matrix larger than min(D, N)²."""
     # Half-precision matrix products would lose the plan's small entries.
-    with torch.autocast(plan.device.type, enabled=False):
+    with torch.autocast(device_type(plan), enabled=False):
         if plan.shape[1] > plan.shape[2]:
             return left @ ((left.mT @ plan) @ (right.mT @ right))
         return ((left @ left.mT) @ (plan @ right.mT)) @ right
