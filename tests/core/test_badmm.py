@@ -89,7 +89,7 @@ def test_penalties_are_dead_in_the_published_algorithm(regularizer):
 
 
 def test_published_entropic_limit_is_balanced_transport():
-    """2000 iterations at α1 = ρ = 1 leave 1e-10: equal to POT's balanced plan at the same α1, whose marginals are exact.
+    """2000 iterations at α1 = ρ = 1 leave 1e-10: equal to POT's balanced plan at that α1, whose marginals are exact.
 
     The dual step is ρ (P - S), so an entry of the plan p gains at the rate of p; the plan's smallest entry here is
     about 1/100.
