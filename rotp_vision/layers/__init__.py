@@ -1,6 +1,7 @@
-"""Pooling layers on the core solvers."""
+"""Pooling layers, built on the solvers of `rotp_vision.core`."""
 
 from rotp_vision.layers.base import ROTPool
+from rotp_vision.layers.gem import GeMPool2d
 from rotp_vision.layers.global_pool import GlobalROTPool2d
 from rotp_vision.layers.hierarchical_pool import FusionPlans, MixedROTPool2d, ROTSetFusion
 from rotp_vision.layers.local_pool import LocalROTPool2d
@@ -11,6 +12,7 @@ __all__ = [
     'MAX_POOL',
     'MEAN_POOL',
     'FusionPlans',
+    'GeMPool2d',
     'GlobalROTPool2d',
     'LocalROTPool2d',
     'MixedROTPool2d',

@@ -1,8 +1,8 @@
-"""What every ROTP layer shares: options, learnable weights, and pooling of sets (B, D, N)."""
+"""Shared by the layers: options, learnable weights, pooling of sets (B, D, N), and shapes of feature maps."""
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
@@ -13,10 +13,10 @@ from rotp_vision.layers.parameters import AttentionPrior, NormPrior, PositiveWei
 
 
 class OneNode(nn.Module):
-    """A module that is one `call_module` node of `torch.fx`, as torch's own are, whichever tracer runs.
+    """A module that every tracer of `torch.fx` keeps as one `call_module` node, as it does with torch's own modules.
 
-    A forward that reads shapes in Python cannot be followed symbolically, and tracers take only modules of torch for
-    nodes unless they are told of others.
+    A forward that reads shapes in Python cannot be traced symbolically, and by default tracers look into modules that
+    are not torch's.
     """
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,6 +28,48 @@ class OneNode(nn.Module):
             return tracer.create_proxy('call_module', tracer.path_of_module(self), args, kwargs)
 
         return tracer.call_module(self, node, (x, *args), kwargs)
+
+
+class MapShape:
+    """Mixin for pools of feature maps in either format: their shapes, and timm's pool protocol."""
+
+    flatten: bool
+    input_fmt: Literal['NCHW', 'NHWC']
+
+    def set_shape(self, flatten: bool, input_fmt: Literal['NCHW', 'NHWC']) -> None:
+        """Set the format of the input, and whether the output drops its spatial axes."""
+        if input_fmt not in ('NCHW', 'NHWC'):
+            raise ValueError(f"input_fmt must be 'NCHW' or 'NHWC', got {input_fmt!r}")
+        self.flatten = flatten
+        self.input_fmt = input_fmt
+
+    def sets(self, x: Tensor) -> Tensor:
+        """The feature map as sets (B, D, N), without a copy in either memory format."""
+        if x.dim() != 4:
+            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {list(x.shape)}')
+        if self.input_fmt == 'NHWC':
+            return x.flatten(1, 2).transpose(1, 2)
+        return x.flatten(2)
+
+    def shaped(self, pooled: Tensor) -> Tensor:
+        """Pooled features (B, D) in the shape that this layer returns."""
+        if self.flatten:
+            return pooled
+        if self.input_fmt == 'NHWC':
+            return pooled[:, None, None, :]
+        return pooled[:, :, None, None]
+
+    def feat_mult(self) -> int:
+        """Ratio of output to input channels (timm's pool protocol)."""
+        return 1
+
+    def is_identity(self) -> bool:
+        """Whether this pool does nothing (timm's pool protocol)."""
+        return False
+
+    def shape_repr(self) -> str:
+        """The part of `extra_repr` that tells the shapes."""
+        return f'flatten={self.flatten}, input_fmt={self.input_fmt!r}'
 
 
 _SCRIPTED: dict[int, 'ROTPool'] = {}
@@ -52,9 +94,9 @@ class ROTPool(OneNode):
         if num_features is not None:
             num_features = positive_integer('num_features', num_features)
         self.num_features = num_features
-        self.number = 0  # of a scripted layer
-        self.is_part = False  # whether it belongs to another pool, which then handles weights that a file lacks
-        self.gain_folded = False  # whether `fold_gain` has moved a gain other than one into the next layer
+        self.number = 0  # identifies a scripted layer
+        self.is_part = False  # part of another pool, which then handles loading of native weights
+        self.gain_folded = False  # set by `fold_gain` when it moves a gain into the next layer
         self._make(pool_options(options))
 
     def _make(self, options: PoolOptions) -> None:
@@ -72,24 +114,24 @@ class ROTPool(OneNode):
             assert num_features is not None
             self.prior = AttentionPrior(num_features, options.prior_width, options.start != 'paper')
         elif options.prior == 'norm':
-            self.prior = NormPrior(learn)
+            self.prior = NormPrior(options.norm_power or 0.0, learn)
         self.gain = None
         if options.gain != 'off':
             self.gain = PositiveWeight(1.0, num_features if options.gain == 'channel' and num_features else 1)
 
     def set_options(self, options: PoolOptions | Mapping[str, Any] | str) -> None:
-        """Change the options; the weights start anew, and a prior of the same kind is kept."""
-        old, prior = self.options, self.prior
+        """Change the options and reset the weights; the prior is kept if its options stay the same."""
+        old, prior = _prior_options(self.options), self.prior
         like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
         for name in ('weights', 'prior', 'gain'):
-            delattr(self, name)  # so that they are registered in the order of a new layer, which optimizers rely on
+            delattr(self, name)  # register them in the order of a new layer, which optimizers rely on
         self._make(pool_options(options))
         self.to(like.device, like.dtype).train(self.training)
-        if (self.options.prior, self.options.prior_width) == (old.prior, old.prior_width):
+        if _prior_options(self.options) == old:
             self.prior = prior
 
     def reset_parameters(self) -> None:
-        """Set every weight to where the options start it."""
+        """Reset every weight to the start that the options give."""
         for module in self.modules():
             if isinstance(module, PositiveWeight | NormPrior | AttentionPrior):
                 module.reset_parameters()
@@ -119,12 +161,12 @@ class ROTPool(OneNode):
         return rot_pool(problem, weights, self.solver, gain, backend=self.options.backend, recompute=recompute)
 
     def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
-        """(B, D, N) log plan with which `pool_sets` pools; its mass is one, and -inf marks masked samples."""
+        """(B, D, N) log plan of `pool_sets`, of mass one, with -inf on masked samples."""
         return solve(self._problem(x, mask, log_sample_prior), self._weights(), self.solver)
 
     def __prepare_scriptable__(self):
-        # TorchScript, which timm's suite still tries, calls the layer in Python and finds it by this number: a scripted
-        # network runs, but to save it, trace or export it instead.
+        # TorchScript, which timm's test suite still uses, calls the layer in Python and finds it by this number. A
+        # scripted network runs but cannot be saved; trace or export it instead.
         self.number = id(self)
         _SCRIPTED[self.number] = self
         return self
@@ -186,10 +228,16 @@ class ROTPool(OneNode):
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
 
 
-def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) -> None:
-    """For `_load_from_state_dict` of a pool that replaced a native one: start where the options say if no key is there.
+def _prior_options(options: PoolOptions) -> tuple[Any, ...]:
+    """The options that determine the prior."""
+    fixed = options.prior == 'norm' and options.learn == 'fixed'
+    return options.prior, options.prior_width, options.norm_power, fixed
 
-    Such a file is of the native network. If it holds some of the keys, torch reports those that are missing.
+
+def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) -> None:
+    """Reset a pool that replaced a native one if `state_dict` has none of its keys; for `_load_from_state_dict`.
+
+    Such a file holds the native network. If it has some of the keys, torch reports the missing ones.
     """
     mine = [value for key, value in state_dict.items() if key.startswith(prefix)]
     if not mine:

@@ -6,12 +6,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rotp_vision.layers.base import ROTPool
+from rotp_vision.layers.base import MapShape, ROTPool
 from rotp_vision.layers.options import PoolOptions
 
 
-class MapPool(ROTPool):
-    """Base of pools of feature maps in either format; implements timm's pool protocol."""
+class MapPool(MapShape, ROTPool):
+    """Base of ROT pools of feature maps in either format."""
+
+    pool_type = 'rotp'
 
     def __init__(
         self,
@@ -22,19 +24,7 @@ class MapPool(ROTPool):
         input_fmt: Literal['NCHW', 'NHWC'] = 'NCHW',
     ):
         super().__init__(options, num_features)
-        if input_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"input_fmt must be 'NCHW' or 'NHWC', got {input_fmt!r}")
-        self.pool_type = 'rotp'
-        self.flatten = flatten
-        self.input_fmt = input_fmt
-
-    def sets(self, x: Tensor) -> Tensor:
-        """The feature map as sets (B, D, N); a view, not a copy, in either memory format."""
-        if x.dim() != 4:
-            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {list(x.shape)}')
-        if self.input_fmt == 'NHWC':
-            return x.flatten(1, 2).transpose(1, 2)
-        return x.flatten(2)
+        self.set_shape(flatten, input_fmt)
 
     def sample_prior(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
         """Logits of q0 for the map `x`, given as (B or 1, H, W), as those of its sets (B or 1, N)."""
@@ -54,24 +44,8 @@ class MapPool(ROTPool):
             return sets.transpose(1, 2).unflatten(1, x.shape[1:3])
         return sets.unflatten(2, x.shape[2:])
 
-    def shaped(self, pooled: Tensor) -> Tensor:
-        """Pooled features (B, D) in the shape that this layer returns."""
-        if self.flatten:
-            return pooled
-        if self.input_fmt == 'NHWC':
-            return pooled[:, None, None, :]
-        return pooled[:, :, None, None]
-
-    def feat_mult(self) -> int:
-        """Ratio of output to input channels (timm's pool protocol)."""
-        return 1
-
-    def is_identity(self) -> bool:
-        """Whether this pool does nothing (timm's pool protocol)."""
-        return False
-
     def extra_repr(self) -> str:
-        return f'{super().extra_repr()}, flatten={self.flatten}, input_fmt={self.input_fmt!r}'
+        return f'{super().extra_repr()}, {self.shape_repr()}'
 
 
 class GlobalROTPool2d(MapPool):

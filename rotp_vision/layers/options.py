@@ -1,4 +1,4 @@
-"""Options of a pooling layer: one frozen object for layers, models, surgery, YAML and JSON."""
+"""Options of a pooling layer: one frozen object, used by layers, models, surgery, YAML and JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,8 +13,8 @@ Gain = Literal['off', 'scalar', 'channel']
 Prior = Literal['uniform', 'norm', 'attention']
 Learn = Literal['per-iteration', 'shared', 'fixed']
 
-# Temperatures at which pooling is close to average pooling: large against the spread of the scaled features. A raw map
-# of a trained network reaches a few hundred, x / rms at most sqrt(N), and log x spans about ten.
+# Temperatures at which pooling is close to average pooling, large compared with the spread of the scaled features: raw
+# features of a trained network reach a few hundred, x / rms at most sqrt(N), and log x spans about ten.
 MEAN_START: dict[FeatureScale, float] = {'raw': 1000.0, 'rms': 50.0, 'log': 100.0}
 FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
@@ -37,19 +37,19 @@ _RENAMED = {
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Options of an ROTP layer. The defaults are the recommended pooling, for layers, models and conversion alike.
+    """Options of a ROT pooling layer. The defaults are the recommended pooling of layers, models and `convert`.
 
-    `PoolOptions.paper()` is the published layer. A weight is given by its positive initial value; None leaves that to
-    `start`. The objective is in docs/options.md.
+    `PoolOptions.paper()` is the published layer. Weights are given by their positive starting values; None takes the
+    value from `start`. docs/options.md shows the objective.
 
     Attributes:
-        solver: 'sinkhorn'; 'badmm-e' or 'badmm-q', Bregman ADMM with entropic or quadratic smoothness as published,
-            and 'badmm-e-coupled' or 'badmm-q-coupled', in which the marginal penalties act; or the name of one that
-            you registered, see `register_solver`.
-        num_iters: K, iterations of the solver; None means 4, or what a solver was registered with.
+        solver: 'sinkhorn'; 'badmm-e' or 'badmm-q', Bregman ADMM with entropic or quadratic smoothness as published;
+            'badmm-e-coupled' or 'badmm-q-coupled', in which the marginal penalties act; or a solver registered with
+            `register_solver`.
+        num_iters: K, iterations of the solver; None means 4, or the number given to `register_solver`.
         num_outer: Sinkhorn's proximal steps of num_iters iterations each; None means 1, or 4 with a structural term.
-        start: 'mean' starts next to average pooling, 'max' next to max pooling (as near as the solver's marginals
-            allow: 'badmm-q' holds its samples to q0), 'paper' starts every weight at softplus(0).
+        start: 'mean' starts close to average pooling, 'max' close to max pooling ('badmm-q' stays further away, as its
+            sample marginal is fixed to q0), 'paper' starts every weight at softplus(0).
         learn: weights 'per-iteration' (Bregman ADMM; Sinkhorn has one set for each outer step), 'shared', or 'fixed'.
         structure: α0, weight of the structural term; 0 leaves it out.
         smoothness: α1.
@@ -57,16 +57,16 @@ class PoolOptions:
         sample_penalty: α3.
         step: ρ of Bregman ADMM.
         proximal: τ of Sinkhorn's outer loop.
-        weights: of a registered solver, starting values of its weights that have no option above.
+        weights: starting values of a registered solver's weights that have no option above.
         similarity: of the structural term, 'covariance' or 'cosine'.
-        prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β over the features that are averaged, β learned from 0; or
+        prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β with the norm of the unscaled features and a learned β; or
             'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
-        prior_width: rows of V, and the inner width of U = U2 U1; None means as many as there are features.
-        feature_scale: what the plan is computed from: 'raw' features (the paper), 'rms' (each feature over its root
-            mean square across the samples) or 'log' (log(max(x, 0) + 0.001)). The plan always averages the features
-            themselves.
+        norm_power: β of the norm prior at the start, any finite number; None means 0, the uniform prior.
+        prior_width: rows of V, and the inner width of U = U2 U1, of the attention prior; None means num_features.
+        feature_scale: scale on which the plan is computed: 'raw' (the paper), 'rms' (each feature divided by its root
+            mean square over the samples) or 'log' (log(max(x, 0) + 0.001)). The unscaled features are averaged.
         gain: learned positive factor on the output: 'off', 'scalar' or 'channel'.
-        backend: 'auto', or 'reference' for the formula under autograd, which can be differentiated twice.
+        backend: 'auto', or 'reference' for the formula under plain autograd, which has second derivatives.
 
     Example:
         >>> from rotp_vision import PoolOptions
@@ -90,6 +90,7 @@ class PoolOptions:
     weights: Mapping[str, float | Sequence[float]] | None = None
     similarity: Similarity | None = None
     prior: Prior = 'uniform'
+    norm_power: float | None = None
     prior_width: int | None = None
     feature_scale: FeatureScale = 'rms'
     gain: Gain = 'scalar'
@@ -115,10 +116,13 @@ class PoolOptions:
                 self._set(name, _numbers(name, value))
         if self.weights is not None:
             self._set('weights', {name: _numbers(name, value) for name, value in self.weights.items()} or None)
-        if self.prior != 'attention' and self.prior_width is not None:
-            raise ValueError(
-                f"prior_width has no effect with prior={self.prior!r}; leave it out, or use prior='attention'"
-            )
+        if self.norm_power is not None:
+            self._set('norm_power', finite_number('norm_power', self.norm_power))
+        for name, prior in (('norm_power', 'norm'), ('prior_width', 'attention')):
+            if self.prior != prior and getattr(self, name) is not None:
+                raise ValueError(
+                    f'{name} has no effect with prior={self.prior!r}; leave it out, or use prior={prior!r}'
+                )
         solver, starting = self.to_solver(), self.starting_weights()
         unread = [name for name in self._given() if name not in starting]
         if unread:
@@ -131,31 +135,32 @@ class PoolOptions:
 
     @classmethod
     def paper(cls, solver: str = 'badmm-e', **changes: Any) -> 'PoolOptions':
-        """The published layer: raw features, no gain, every weight from softplus(0); `changes` are further options."""
+        """The published layer (raw features, no gain, every weight from softplus(0)) with some options changed."""
         published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
         return cls(**(published | changes))
 
     def _set(self, name: str, value: Any):
-        """Set a field of this frozen object to its normalized value, a plain Python type."""
+        """Set a field of this frozen object to a normalized value."""
         object.__setattr__(self, name, value)
 
     def to_solver(self) -> Solver:
-        """The solver with its options."""
+        """The solver that these options describe."""
         given = {name: getattr(self, name) for name in ('num_iters', 'num_outer', 'similarity')}
         given['structure'] = True if self.structure else None
         return make_solver(self.solver, **{name: value for name, value in given.items() if value is not None})
 
     def starting_weights(self) -> dict[str, float | list[float]]:
-        """The weights that the solver reads, and their initial values."""
+        """The starting values of the weights that the solver reads."""
         starts = self.to_solver().starts(self.start, MEAN_START[self.feature_scale])
-        given = self._given()
-        return {name: given.get(name, start) for name, start in starts.items()}
+        return starts | {name: value for name, value in self._given().items() if name in starts}
 
     def _given(self) -> dict[str, Any]:
-        """Initial values of weights that the options give."""
+        """The starting values that the options give; a list of one is a number."""
         given = {name: getattr(self, name) for name in _WEIGHTS if getattr(self, name) is not None}
         given |= {'structure': self.structure} if self.structure else {}
-        return given | dict(self.weights or {})
+        given |= self.weights or {}
+        single = {name: value[0] for name, value in given.items() if isinstance(value, list) and len(value) == 1}
+        return given | single
 
     def to_dict(self) -> dict[str, Any]:
         """The options that differ from the defaults, ready for JSON or YAML; `pool_options` reads them back."""
@@ -164,9 +169,10 @@ class PoolOptions:
 
 
 def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, **changes: Any) -> PoolOptions:
-    """Options from options, a mapping of them (JSON, YAML), a name or None (the defaults), then `changes`.
+    """`PoolOptions` from options, a mapping (JSON, YAML), a name, or None for the defaults, updated with `changes`.
 
-    A name is a solver's, or 'paper' for the published layer; in a mapping, `preset: paper` starts from the latter.
+    A name is that of a solver, or 'paper' for the published layer. In a mapping, `preset: paper` starts from the
+    published layer.
 
     >>> pool_options('sinkhorn', feature_scale='log').feature_scale
     'log'
@@ -199,9 +205,24 @@ def is_integer(value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
+    """`value` as an int, or an error that names it."""
     if not is_integer(value) or not 1 <= value < 2**31:
         raise ValueError(f'{name} must be a positive integer, got {_shown(value)}')
     return int(value)
+
+
+def finite_number(name: str, value: Any) -> float:
+    """`value` as a float within float32's range, or an error that names it."""
+    if not _is_number(value) or not abs(value) <= FLOAT32.max:
+        raise ValueError(f'{name} must be a finite number, got {_shown(value)}')
+    return float(value)
+
+
+def positive_number(name: str, value: Any) -> float:
+    """`value` as a positive float within float32's range, or an error that names it."""
+    number = finite_number(name, value)
+    _check_weight(name, number, 1)
+    return number
 
 
 def _check_weight(name: str, value: float | Sequence[float], num_weight_sets: int):
@@ -222,7 +243,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(name: str, value: Any) -> float | list[float]:
-    """The number given for a weight, or its numbers by iteration."""
+    """The value given for a weight as a float, or as a list of floats, one for each iteration."""
     if _is_number(value):
         return _float(name, value)
     if not isinstance(value, Sequence) or not all(_is_number(v) for v in value):
@@ -250,14 +271,14 @@ def _refuse_unknown(names: Mapping[str, Any]):
         raise ValueError(f'unknown pooling option(s) {", ".join(unknown)}{now}; known are {", ".join(known)}')
 
 
-# The limits of the paper's Proposition 1 as numbers, in their order: a strict marginal outweighs a dominant smoothness,
-# which outweighs any feature. In float32 larger values give the same plan.
+# The limits of the paper's Proposition 1 as numbers. A strict marginal outweighs a dominant smoothness, which outweighs
+# any feature. In float32 larger values give the same plan.
 _STRICT, _DOMINANT, _NONE = 1e16, 1e8, 1e-6
 MEAN_POOL = PoolOptions.paper(
     'sinkhorn', learn='fixed', smoothness=_DOMINANT, feature_penalty=_STRICT, sample_penalty=_STRICT
 )
-"""Average pooling as options of a ROT pool. With a prior of your own, `log_sample_prior=`, the mean that it weights."""
+"""Options that make a ROT pool average pooling; with `log_sample_prior=`, the mean weighted by that prior."""
 MAX_POOL = PoolOptions.paper(
     'sinkhorn', learn='fixed', smoothness=_NONE, feature_penalty=_STRICT, sample_penalty=_NONE * 1e-6
 )
-"""Max pooling as options of a ROT pool."""
+"""Options that make a ROT pool max pooling."""

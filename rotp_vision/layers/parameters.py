@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rotp_vision.layers.options import FLOAT32
+from rotp_vision.layers.options import FLOAT32, finite_number
 
 
 class PositiveWeight(nn.Module):
     """A positive weight by softplus, w = start · softplus(β) / softplus(0), with β = 0 at the start.
 
-    From the paper's start, softplus(0), this is the paper's w = softplus(β). Scaling by the start makes a step of β
-    a *relative* change of w, so that a weight which starts at 1000 can be learned as readily as one at 1.
+    With the paper's start, softplus(0), this is the paper's w = softplus(β). Because of the factor `start`, a step of
+    β is a *relative* change of w, so that a weight of 1000 is learned as readily as a weight of 1.
     """
 
     start: Tensor
@@ -37,12 +37,12 @@ class PositiveWeight(nn.Module):
             self.beta.zero_()
 
     def forward(self) -> Tensor:
-        # A half-precision model keeps its weights in half precision but solves in float32.
+        # A half-precision model stores its weights in half precision but solves in float32.
         beta = self.beta if self.beta.dtype == torch.float64 else self.beta.float()
         return self.start * (F.softplus(beta) / math.log(2.0))
 
     def _apply(self, fn, recurse=True):
-        # `start` stays in float32 in a half-precision model, because large ones overflow float16.
+        # Keep `start` in float32 in a half-precision model: large values would overflow float16.
         start = self.start
         super()._apply(fn, recurse)
         if self.start.dtype in (torch.float16, torch.bfloat16):
@@ -68,15 +68,18 @@ class PositiveWeight(nn.Module):
 
 
 class NormPrior(nn.Module):
-    """The power β of the norm prior q0_n ∝ ‖x_n‖^β, the norm over the features of a sample.
+    """The power β of the norm prior q0_n ∝ ‖x_n‖^β, with the norm over the features of a sample.
 
-    β may be any real number; at zero, its start, q0 is uniform.
+    Args:
+        start: β at the start, any finite number; at zero q0 is uniform.
+        learn: whether β is a parameter or a buffer.
     """
 
     power: Tensor
 
-    def __init__(self, learn: bool = True):
+    def __init__(self, start: float = 0.0, learn: bool = True):
         super().__init__()
+        self.initial = finite_number('norm_power', start)
         if learn:
             self.power = nn.Parameter(torch.empty(1))
         else:
@@ -84,8 +87,8 @@ class NormPrior(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set β to zero."""
-        nn.init.zeros_(self.power)
+        """Set β to the value it was constructed with."""
+        nn.init.constant_(self.power, self.initial)
 
     def forward(self) -> Tensor:
         """(1,) β, in float32 or wider."""
@@ -104,12 +107,12 @@ class NormPrior(nn.Module):
 
 
 class AttentionPrior(nn.Module):
-    """Learned prior marginals as logits (paper, section 4): wᵀ tanh(V X) over samples, U X 1 over features.
+    """Learned logits of the priors (paper, section 4): wᵀ tanh(V X) over samples, U X 1 over features.
 
     Args:
         num_features: D.
         width: rows of V, and inner width of U = U2 U1; None for the paper's D × D matrices.
-        uniform_start: start with w = 0 and U = 0 (or U2 = 0): uniform priors whose gradients are not zero.
+        uniform_start: start with w = 0 and U = 0 (or U2 = 0), which gives uniform priors with non-zero gradients.
     """
 
     def __init__(self, num_features: int, width: int | None = None, uniform_start: bool = False):
@@ -135,6 +138,6 @@ class AttentionPrior(nn.Module):
         dtype = self.feature_score.weight.dtype
         wide = torch.promote_types(dtype, torch.float32)
         sample_logits = self.sample_score(torch.tanh(self.sample_hidden(x.mT.to(dtype)))).squeeze(2)
-        # U X 1 as N times U of the mean, because the sum of a map may overflow float16.
+        # Compute U X 1 as N times U of the mean: the sum of a map may overflow float16.
         mean = (x.sum(2, dtype=wide) / x.shape[2]).to(dtype)
         return self.feature_score(self.feature_hidden(mean)).to(wide) * x.shape[2], sample_logits

@@ -29,6 +29,8 @@ def valid_options(rng: random.Random) -> dict[str, Any]:
         options['num_outer'] = rng.choice([None, 1, 2, 3])
     if options['structure']:
         options['similarity'] = rng.choice(['covariance', 'cosine'])
+    if options['prior'] == 'norm':
+        options['norm_power'] = rng.choice([None, -0.5, 2])
     if options['prior'] == 'attention':
         options['prior_width'] = rng.choice([None, 2])
     plain = PoolOptions(**options)
@@ -101,6 +103,7 @@ INVALID = {
     'similarity': [word for word in NOT_WORDS if word is not None],
     **dict.fromkeys(('num_iters', 'num_outer', 'prior_width'), NOT_COUNTS),
     'structure': [*NOT_NUMBERS, None, [0.1]],
+    'norm_power': ['1', True, float('nan'), float('inf'), np.ones(2), 10**400, 1e300, 1j, [2.0]],
     **dict.fromkeys(WEIGHTS, NOT_WEIGHTS),
 }
 

@@ -1,11 +1,13 @@
 """The prior q0_n ∝ ‖x_n‖^β in every layer, solver and backend."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool
+from rotp_vision import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
 from rotp_vision.core import FLOOR, average, chunks, log_norm, rot_problem, scale_features, solve
 
 SOLVERS = [
@@ -160,6 +162,22 @@ def test_power_can_be_set_read_and_saved():
     with pytest.raises(ValueError, match='norm prior must be one finite number, got nan'):
         made.set_weights(norm_power=float('nan'))
     assert not list(ROTPool(PoolOptions(prior='norm', learn='fixed', gain='off')).parameters())
+
+
+@pytest.mark.parametrize('learn', ['per-iteration', 'fixed'])
+def test_the_power_starts_where_the_options_say(learn):
+    options = pool_options({'prior': 'norm', 'norm_power': 2, 'learn': learn})
+    assert options == pool_options(json.loads(json.dumps(options.to_dict())))
+    made = ROTPool(options)
+    assert made.named_weights()['norm_power'] == 2
+    made.set_weights(norm_power=-0.5)
+    made.set_options(replace(options, feature_scale='log'))
+    assert made.named_weights()['norm_power'] == -0.5
+    made.reset_parameters()
+    assert made.named_weights()['norm_power'] == 2
+    made.set_options(replace(options, norm_power=None))
+    assert made.named_weights()['norm_power'] == 0
+    assert ('prior.power' in dict(made.named_parameters())) == (learn != 'fixed')
 
 
 def test_options_can_be_changed_in_place():

@@ -125,7 +125,11 @@ def test_numbers_of_numpy_become_pythons():
         ({1: 2, 'b': 3}, 'unknown pooling option.s. 1, b'),
         ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),
+        ({'norm_power': 2.0}, "norm_power has no effect with prior='uniform'; leave it out, or use prior='norm'"),
+        ({'prior': 'norm', 'norm_power': float('nan')}, 'norm_power must be a finite number, got nan'),
+        ({'prior': 'norm', 'norm_power': True}, 'norm_power must be a finite number, got True'),
         ({'preset': 'papers'}, "preset must be 'paper', or left out .* got 'papers'"),
+        ({'learn': 'per-module'}, 'learn must be one of per-iteration, shared, fixed'),
         (3, "pooling options must be PoolOptions, a mapping of its fields, a solver .* or 'paper', got int"),
     ],
 )
