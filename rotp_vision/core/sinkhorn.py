@@ -183,7 +183,9 @@ class _SinkhornPool(torch.autograd.Function):
         rows = x.new_empty([batch, num_iters, num_features], dtype=dtype)
         columns = x.new_empty([batch, num_iters, num_samples], dtype=dtype)
         norms = None if power is None else x.new_empty([batch, 1, num_samples], dtype=dtype)
-        pooled = x.new_empty([batch, num_features])
+        # Without a maximum taken off, y is what backward keeps.
+        keeps_pooled = warm is True and x.dtype == dtype
+        pooled = centre.squeeze(1) if keeps_pooled else x.new_empty([batch, num_features])
         with torch.autocast(device_type(x), enabled=False):
             for sets in set_chunks(x, 'operator'):
                 part, exists, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
@@ -205,7 +207,8 @@ class _SinkhornPool(torch.autograd.Function):
                     v = _scaling(rho3, log_q - total.log(), column_offset)
                 mass = _product(v, exps).clamp_min_(tiny)
                 torch.div(_product(v, exps.mul_(centred)), mass, out=centre[sets])
-                pooled[sets] = (centre[sets] if peak is None else centre[sets] + peak).squeeze(1)
+                if not keeps_pooled:
+                    pooled[sets] = (centre[sets] if peak is None else centre[sets] + peak).squeeze(1)
         kept = scale, centre, rows, columns, norms
         ctx.save_for_backward(x, log_p0, log_q0, power, tau, rho2, rho3, mask, *kept)
         # What is divided by sums that are hardly larger would overflow.
