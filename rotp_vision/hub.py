@@ -29,10 +29,10 @@ from rotp_vision.files import force_to_disk, open_by_umask, replacing
 from rotp_vision.layers import LocalROTPool2d, pool_options
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import MultiScale, convert, multi_scale, revert, rot_pools
-from rotp_vision.surgery.classes import CONVERTED, changes_of, recorded_arguments
-from rotp_vision.surgery.convert import name_for_timm, new_pools, recipe
+from rotp_vision.surgery.classes import CONVERTED, changes_of, name_for_timm, recipe, recorded_arguments
 from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.freeze import classifiers
+from rotp_vision.surgery.pools import new_pools
 
 __all__ = ['load_pretrained', 'push_to_hub', 'read_state_dict', 'save_pretrained']
 

@@ -1,10 +1,11 @@
 """Replacing the pools of any network: find, convert, revert, freeze, fold."""
 
-from rotp_vision.surgery.convert import convert, describe, revert, rot_pools
-from rotp_vision.surgery.find import FoundPool, find_pools
+from rotp_vision.surgery.convert import convert, describe, revert
+from rotp_vision.surgery.find import find_pools
 from rotp_vision.surgery.fold import fold_gain
 from rotp_vision.surgery.freeze import freeze
 from rotp_vision.surgery.multi_scale import MultiScale, multi_scale
+from rotp_vision.surgery.pools import FoundPool, rot_pools
 
 __all__ = [
     'FoundPool',
@@ -14,7 +15,7 @@ __all__ = [
     'find_pools',
     'fold_gain',
     'freeze',
+    'multi_scale',
     'revert',
     'rot_pools',
-    'multi_scale',
 ]

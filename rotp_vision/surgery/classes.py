@@ -1,4 +1,4 @@
-"""Classes made at conversion: a network's own class with one or two methods changed.
+"""How a network holds its new pools: classes with one or two methods changed, placing pools and taking them out.
 
 Conversion changes the class of an object, not the object: hooks, parameters, buffers and references to it stay. Such an
 object is pickled and copied as its native class and its `Changes`.
@@ -6,31 +6,34 @@ object is pickled and copied as its native class and its `Changes`.
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.models import DenseNet, MNASNet, MobileNetV2, ShuffleNetV2
 
-from rotp_vision.surgery.families import FAMILIES
+from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.pools import (
+    NEW_POOL,
+    FoundPool,
+    Host,
+    NewPool,
+    Replaced,
+    converted_pools,
+    is_local,
+    new_pools,
+    replaced_by,
+    rot_pools,
+)
 
-# The name of the pool that is added to a module whose method pools by itself.
-NEW_POOL = 'rot_pool'
 # The name under which timm saves a converted model and builds it again.
 CONVERTED = 'rotp_converted'
 # The mask argument (B, N) of timm's models for images of any shape: True where a patch exists.
 MASK = 'patch_valid'
-
-
-class Host(NamedTuple):
-    """A method that pools by itself, and how it calls a pool module instead."""
-
-    method: str
-    layout: str  # of the map or tokens that it pools
-    prefix: int  # number of tokens that it drops first
-    before: str  # the child before which the pool is placed
-    family: bool = False  # whether `families` has the changed method
+# The mode that `train` or `eval` last set on a frozen model.
+MODE = '_rotp_mode'
 
 
 class Changes(NamedTuple):
@@ -48,16 +51,18 @@ def native_class(module: nn.Module) -> type[nn.Module]:
 
 
 def changes_of(module: nn.Module) -> Changes:
+    """What surgery has changed in the module's class."""
     return getattr(type(module), '_changes', Changes())
 
 
 def change(module: nn.Module, **changes: Any):
-    """Give the module the class with these changes; with no changes left, its native class."""
+    """Give the module the class with these changes; without any changes left, its native class."""
     module.__class__ = changed_class(native_class(module), changes_of(module)._replace(**changes))
 
 
 @functools.cache
 def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
+    """The class that inherits `native` and has these changes."""
     if changes == Changes():
         return native
     body: dict[str, Any] = {
@@ -91,14 +96,15 @@ def _rebuild(native: type[nn.Module], changes: Changes) -> nn.Module:
     return cls.__new__(cls)
 
 
+# Methods of these classes
+
+
 def _guarded_reset(native: Any):
     """`reset_classifier` that keeps the trained pool, which the native method would replace by a native one."""
     reset = native.reset_classifier
 
     @functools.wraps(reset)
     def reset_classifier(self: nn.Module, *args: Any, **kwargs: Any):
-        from rotp_vision.surgery.convert import lift, put_back
-
         call = inspect.signature(reset).bind(self, *args, **kwargs)
         asked = call.arguments.get('global_pool')
         if asked == 'rotp':
@@ -112,6 +118,7 @@ def _guarded_reset(native: Any):
 
 
 def _hosting_method(native: type, host: Host):
+    """A method that pools by itself, changed to call the pool module first."""
     if host.family:
         return FAMILIES[native][1]
     method = getattr(native, host.method)
@@ -137,14 +144,155 @@ def _hosting_method(native: type, host: Host):
 
 
 def _train_unfrozen(self: nn.Module, mode: bool = True) -> nn.Module:
-    from rotp_vision.surgery.freeze import rest_frozen
-
     native_class(self).train(self, mode)
     rest_frozen(self, mode)
     return self
 
 
-# timm saves what it recorded of a model's arguments, `_model_args`: of a converted model, those of CONVERTED.
+def rest_frozen(model: nn.Module, mode: bool):
+    """Set `mode` on the new pools and on modules with trainable parameters of their own, evaluation mode elsewhere."""
+    vars(model)[MODE] = mode
+    for module in model.modules():
+        module.training = mode and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    for pool in new_pools(model).values():
+        pool.train(mode)
+
+
+# Networks of torchvision whose forward pass pools by a function in its middle.
+
+
+def _densenet(self: Any, x: Tensor) -> Tensor:
+    return self.classifier(self.rot_pool(F.relu(self.features(x), inplace=True)).flatten(1))
+
+
+def _mnasnet(self: Any, x: Tensor) -> Tensor:
+    return self.classifier(self.rot_pool(self.layers(x)).flatten(1))
+
+
+def _mobilenet_v2(self: Any, x: Tensor) -> Tensor:
+    return self.classifier(self.rot_pool(self.features(x)).flatten(1))
+
+
+def _shufflenet_v2(self: Any, x: Tensor) -> Tensor:
+    x = self.maxpool(self.conv1(x))
+    x = self.conv5(self.stage4(self.stage3(self.stage2(x))))
+    return self.fc(self.rot_pool(x).flatten(1))
+
+
+# By class: the method that pools, and its replacement.
+FAMILIES: dict[type, tuple[str, Callable[..., Tensor]]] = {
+    DenseNet: ('forward', _densenet),
+    MNASNet: ('forward', _mnasnet),
+    MobileNetV2: ('_forward_impl', _mobilenet_v2),
+    ShuffleNetV2: ('_forward_impl', _shufflenet_v2),
+}
+
+
+# Placing pools, and taking them out
+
+
+def place(model: nn.Module, found: FoundPool, pool: NewPool):
+    """Put a new pool where the found one is."""
+    parent_path, _, name = found.path.rpartition('.')
+    parent = model.get_submodule(parent_path)
+    native: Any = getattr(parent, name) if found.host is None else None
+    vars(pool)['replaced'] = Replaced(found, native)  # first, so that a half-finished replacement can be undone
+    if found.host is None:
+        for owner, alias in _references(model, native):
+            setattr(owner, alias, pool)
+    else:
+        setattr(parent, NEW_POOL, pool)
+        _move_before(parent, NEW_POOL, found.host.before)
+        change(parent, host=found.host)
+    if found.kind != 'local':
+        for owner in _owners(model, found.path):
+            if hasattr(owner, 'reset_classifier'):
+                change(owner, guard=True)
+
+
+def _take(model: nn.Module, path: str, pool: NewPool):
+    replaced = replaced_by(pool)
+    assert replaced is not None
+    if replaced.native is None:
+        parent = model.get_submodule(path.rpartition('.')[0])
+        delattr(parent, NEW_POOL)
+        change(parent, host=None)
+        return
+    replaced.native.train(pool.training)
+    for owner, alias in _references(model, pool):
+        setattr(owner, alias, replaced.native)
+
+
+def take_all(model: nn.Module, pools: Mapping[str, NewPool]):
+    """Restore what these pools have replaced, and the classes and the name of the network if none is left."""
+    for path, pool in pools.items():
+        _take(model, path, pool)
+    for module in model.modules():
+        if changes_of(module).guard and all(is_local(pool) for pool in converted_pools(module).values()):
+            change(module, guard=False)
+    if not converted_pools(model):
+        _unname(model)
+
+
+def lift(model: nn.Module) -> list[tuple[str, NewPool]]:
+    """Restore the native global pools; returns the pools that were there, for `put_back`."""
+    lifted = [(path, pool) for path, pool in converted_pools(model).items() if not is_local(pool)]
+    for path, pool in lifted:
+        _take(model, path, pool)
+    change(model, guard=False)
+    if not converted_pools(model):
+        _unname(model)
+    return lifted
+
+
+def put_back(model: nn.Module, lifted: Sequence[tuple[str, NewPool]]):
+    """Place the pools that `lift` took out."""
+    for path, pool in lifted:
+        replaced = replaced_by(pool)
+        assert replaced is not None
+        place(model, replaced.pool._replace(path=path), pool)
+    name_for_timm(model)
+
+
+def _references(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every parent of a module, and the name that it has there."""
+    return [(owner, name) for owner in model.modules() for name, child in owner._modules.items() if child is module]
+
+
+def _owners(model: nn.Module, path: str) -> list[nn.Module]:
+    """The modules that contain the module at `path`, the model first."""
+    names = path.split('.')
+    return [model.get_submodule('.'.join(names[:depth])) for depth in range(len(names))]
+
+
+def _move_before(parent: nn.Module, name: str, other: str):
+    """Move the child `name` before `other`, so that the parameters of the classifier stay last."""
+    children: dict[str, nn.Module | None] = dict(parent._modules)
+    moved = children.pop(name)
+    ordered: dict[str, nn.Module | None] = {}
+    for child_name, child in children.items():
+        if child_name == other:
+            ordered[name] = moved
+        ordered[child_name] = child
+    ordered.setdefault(name, moved)
+    parent._modules = ordered  # assigned at once, so that an interruption leaves no network without its children
+
+
+# What timm saves: it records a model's arguments in `_model_args`; of a converted model, they are those of CONVERTED.
+
+
+def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with which CONVERTED builds a converted model again.
+
+    Args:
+        model: the converted model.
+        base: the native network's name.
+        base_args: arguments of the native network.
+    """
+    pools = rot_pools(model)
+    folded = [path for path, pool in pools.items() if pool.gain_folded]
+    options = {path: pool.options.to_dict() for path, pool in pools.items()}
+    return {'base': base, 'base_args': dict(base_args), 'pools': options} | ({'folded': folded} if folded else {})
 
 
 def recorded_arguments(model: nn.Module) -> dict[str, Any]:
@@ -153,8 +301,6 @@ def recorded_arguments(model: nn.Module) -> dict[str, Any]:
 
 
 def _converted_arguments(self: nn.Module) -> dict[str, Any]:
-    from rotp_vision.surgery.convert import recipe
-
     return recipe(self, changes_of(self).architecture, recorded_arguments(self))
 
 
@@ -164,3 +310,26 @@ def _record_arguments(self: nn.Module, arguments: Mapping[str, Any]):
     )
     native = {name: value for name, value in arguments.items() if name not in own}
     vars(self)['_model_args'] = vars(self).get('_model_args', {}) | native
+
+
+def name_for_timm(model: nn.Module):
+    """Let timm's `save_for_hf` and `push_to_hf_hub` write what builds the converted model, if it is one of timm's.
+
+    Pools of the user's own cannot be described there.
+    """
+    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    described = all(isinstance(pool, ROTPool) for pool in new_pools(model).values())
+    if described and architecture not in (None, CONVERTED):
+        change(model, architecture=architecture)  # first, so that a half-finished change can be undone
+        _set_architecture(model, CONVERTED)
+
+
+def _unname(model: nn.Module):
+    """Undo `name_for_timm`."""
+    if changes_of(model).architecture:
+        _set_architecture(model, changes_of(model).architecture)
+        change(model, architecture='')
+
+
+def _set_architecture(model: Any, name: str):
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': name}

@@ -5,7 +5,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
@@ -13,23 +13,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
-from rotp_vision.surgery.classes import CONVERTED, NEW_POOL, change, changes_of
-from rotp_vision.surgery.find import FoundPool, example_inputs, find_pools
+from rotp_vision.surgery.classes import changes_of, name_for_timm, place, take_all
+from rotp_vision.surgery.find import example_inputs, find_pools
+from rotp_vision.surgery.pools import FoundPool, NewPool, Replaced, UserPool, converted_pools, new_pools, replaced_by
 from rotp_vision.surgery.trace import undisturbed
-from rotp_vision.surgery.user_pool import NewPool, UserPool
 from rotp_vision.tables import text_table
 
 _logger = logging.getLogger('rotp_vision')
 
 Where = Literal['global', 'local', 'all']
 Make = PoolOptions | nn.Module | Callable[[int], nn.Module]
-
-
-class Replaced(NamedTuple):
-    """What a new pool has replaced."""
-
-    pool: FoundPool
-    native: nn.Module | None  # None where a method pooled by itself
 
 
 def convert(
@@ -76,7 +69,7 @@ def convert(
     examples = _examples(inputs)
     with undisturbed(model):
         before = model(*examples)
-    earlier = set(map(id, _converted(model).values()))
+    earlier = set(map(id, converted_pools(model).values()))
     whole = False
     try:
         new = replace_pools(model, found, make, where)
@@ -87,9 +80,7 @@ def convert(
         whole = True
     finally:
         if not whole:  # because of any error, KeyboardInterrupt included
-            _take_all(model, {path: pool for path, pool in _converted(model).items() if id(pool) not in earlier})
-            if not earlier:
-                _unname(model)
+            take_all(model, {path: pool for path, pool in converted_pools(model).items() if id(pool) not in earlier})
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
 
@@ -105,7 +96,7 @@ def replace_pools(
             'makes one for a number of channels'
         )
     for pool, new_pool in new:
-        _place(model, pool, new_pool)
+        place(model, pool, new_pool)
     return {pool.path: new_pool for pool, new_pool in new}
 
 
@@ -134,11 +125,10 @@ def revert(model: nn.Module) -> nn.Module:
         >>> type(rotp_vision.revert(model).global_pool).__name__
         'SelectAdaptivePool2d'
     """
-    converted = _converted(model)
+    converted = converted_pools(model)
     if not converted:
         raise ValueError('the model has no converted pool to revert')
-    _take_all(model, converted)
-    _unname(model)
+    take_all(model, converted)
     folded = [path for path, pool in converted.items() if isinstance(pool, ROTPool) and pool.gain_folded]
     if folded:
         warnings.warn(
@@ -149,31 +139,6 @@ def revert(model: nn.Module) -> nn.Module:
     if changes_of(model).frozen:
         _logger.warning("the reverted network is still frozen; freeze(model, 'all') makes it trainable")
     return model
-
-
-def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
-    """The ROT pools of a model by path, converted or native, without those inside other ROT pools.
-
-    Example:
-        >>> import timm, rotp_vision
-        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> list(rotp_vision.rot_pools(model))
-        ['global_pool']
-    """
-    return {path: pool for path, pool in _outermost(model, ROTPool).items() if isinstance(pool, ROTPool)}
-
-
-def new_pools(model: nn.Module) -> dict[str, NewPool]:
-    """The pools that `convert` knows by path: ROT pools, and those of the user's own that it has put in."""
-    return _outermost(model, NewPool)
-
-
-def _outermost(model: nn.Module, kind: Any) -> dict[str, Any]:
-    pools: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, kind) and not any(path.startswith(f'{outer}.') for outer in pools):
-            pools[path] = module
-    return pools
 
 
 def describe(model: nn.Module) -> str:
@@ -187,7 +152,7 @@ def describe(model: nn.Module) -> str:
     """
     rows = [('path', 'old', 'new', 'parameters', 'input shape')]
     for path, pool in new_pools(model).items():
-        replaced = _replaced(pool)
+        replaced = replaced_by(pool)
         old = '' if replaced is None else replaced.pool.old
         shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
         if isinstance(pool, UserPool):
@@ -196,62 +161,6 @@ def describe(model: nn.Module) -> str:
             new = f'{type(pool).__name__}({pool.options.solver}, {pool.options.feature_scale})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
     return text_table(rows)
-
-
-def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments from which CONVERTED builds a converted model again.
-
-    Args:
-        model: the converted model.
-        base: the native network's name.
-        base_args: arguments of the native network.
-    """
-    pools = rot_pools(model)
-    folded = [path for path, pool in pools.items() if pool.gain_folded]
-    options = {path: pool.options.to_dict() for path, pool in pools.items()}
-    return {'base': base, 'base_args': dict(base_args), 'pools': options} | ({'folded': folded} if folded else {})
-
-
-def name_for_timm(model: nn.Module):
-    """Let timm's `save_for_hf` and `push_to_hf_hub` write what builds the converted model, if it is one of timm's.
-
-    Pools of the user's own cannot be described there.
-    """
-    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
-    described = all(isinstance(pool, ROTPool) for pool in new_pools(model).values())
-    if described and architecture not in (None, CONVERTED):
-        change(model, architecture=architecture)  # first, so that what is half done can be undone
-        _set_architecture(model, CONVERTED)
-
-
-def _unname(model: nn.Module):
-    """Undo `name_for_timm`."""
-    if changes_of(model).architecture:
-        _set_architecture(model, changes_of(model).architecture)
-        change(model, architecture='')
-
-
-def _set_architecture(model: Any, name: str):
-    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, 'architecture': name}
-
-
-def lift(model: nn.Module) -> list[tuple[str, NewPool]]:
-    """Restore the native global pools; returns the pools that were there, for `put_back`."""
-    lifted = [(path, pool) for path, pool in _converted(model).items() if _kind(pool) != 'local']
-    for path, pool in lifted:
-        _take(model, path, pool)
-    change(model, guard=False)
-    if not _converted(model):
-        _unname(model)
-    return lifted
-
-
-def put_back(model: nn.Module, lifted: Sequence[tuple[str, NewPool]]):
-    for path, pool in lifted:
-        replaced = _replaced(pool)
-        assert replaced is not None
-        _place(model, replaced.pool._replace(path=path), pool)
-    name_for_timm(model)
 
 
 def refuse_wrapped(model: nn.Module):
@@ -341,61 +250,6 @@ def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels
     return pool
 
 
-# A converted pool keeps what it replaced, though not as a child, so that it does not appear in the state dict.
-
-
-def _replaced(pool: NewPool) -> Replaced | None:
-    return pool.__dict__.get('replaced')
-
-
-def _kind(pool: NewPool) -> str:
-    replaced = _replaced(pool)
-    return '' if replaced is None else replaced.pool.kind
-
-
-def _converted(model: nn.Module) -> dict[str, NewPool]:
-    return {path: pool for path, pool in new_pools(model).items() if _replaced(pool) is not None}
-
-
-def _place(model: nn.Module, found: FoundPool, pool: NewPool):
-    parent_path, _, name = found.path.rpartition('.')
-    parent = model.get_submodule(parent_path)
-    native: Any = getattr(parent, name) if found.host is None else None
-    pool.__dict__['replaced'] = Replaced(found, native)  # first, so that a half-finished replacement can be undone
-    if found.host is None:
-        for owner, alias in _places(model, native):
-            setattr(owner, alias, pool)
-    else:
-        setattr(parent, NEW_POOL, pool)
-        _move_before(parent, NEW_POOL, found.host.before)
-        change(parent, host=found.host)
-    if found.kind != 'local':
-        for owner in _owners(model, found.path):
-            if hasattr(owner, 'reset_classifier'):
-                change(owner, guard=True)
-
-
-def _take(model: nn.Module, path: str, pool: NewPool):
-    replaced = _replaced(pool)
-    assert replaced is not None
-    if replaced.native is None:
-        parent = model.get_submodule(path.rpartition('.')[0])
-        delattr(parent, NEW_POOL)
-        change(parent, host=None)
-        return
-    replaced.native.train(pool.training)
-    for owner, alias in _places(model, pool):
-        setattr(owner, alias, replaced.native)
-
-
-def _take_all(model: nn.Module, pools: Mapping[str, NewPool]):
-    for path, pool in pools.items():
-        _take(model, path, pool)
-    for module in model.modules():
-        if changes_of(module).guard and all(_kind(pool) == 'local' for pool in _converted(module).values()):
-            change(module, guard=False)
-
-
 def _examples(inputs: tuple) -> tuple:
     """The inputs, with noise in place of all zeros, on which different poolings hardly differ."""
     generator = torch.Generator().manual_seed(0)
@@ -465,24 +319,3 @@ def _alike(before: Any, after: Any) -> bool:
     return True
 
 
-def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    return [(owner, name) for owner in model.modules() for name, child in owner._modules.items() if child is module]
-
-
-def _owners(model: nn.Module, path: str) -> list[nn.Module]:
-    """The modules that contain the module at `path`, the model first."""
-    names = path.split('.')
-    return [model.get_submodule('.'.join(names[:depth])) for depth in range(len(names))]
-
-
-def _move_before(parent: nn.Module, name: str, other: str):
-    """Move the child `name` before `other`, so that the parameters of the classifier stay last."""
-    children: dict[str, nn.Module | None] = dict(parent._modules)
-    moved = children.pop(name)
-    ordered: dict[str, nn.Module | None] = {}
-    for child_name, child in children.items():
-        if child_name == other:
-            ordered[name] = moved
-        ordered[child_name] = child
-    ordered.setdefault(name, moved)
-    parent._modules = ordered  # assigned at once, so that an interruption leaves no network without its children

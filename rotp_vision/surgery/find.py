@@ -4,7 +4,7 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
@@ -12,38 +12,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from rotp_vision.layers import ROTPool
-from rotp_vision.surgery.classes import NEW_POOL, Host, native_class
-from rotp_vision.surgery.families import FAMILY_METHODS
+from rotp_vision.surgery.classes import FAMILIES, native_class
+from rotp_vision.surgery.pools import NEW_POOL, FoundPool, Host, Layout, NewPool, Reduction
 from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, undisturbed, watch
-from rotp_vision.surgery.user_pool import NewPool
-
-Kind = Literal['global', 'local', 'tokens']
-Layout = Literal['NCHW', 'NHWC', 'NLC', 'NCL', '']
-Reduction = Literal['mean', 'max', 'other']
-
-
-class FoundPool(NamedTuple):
-    """A pool of a model.
-
-    One that is `replaceable` and has a `reason` is replaced only if it is named by its path.
-
-    Example:
-        >>> import timm, rotp_vision
-        >>> pool = rotp_vision.find_pools(timm.create_model('test_resnet'))[-1]
-        >>> pool.kind, pool.layout, pool.replaceable
-        ('global', 'NCHW', True)
-    """
-
-    path: str  # where the pool is, or where a new one would be if a method pools by itself
-    kind: Kind  # 'global': a map to one vector; 'local': a map to a smaller map; 'tokens': tokens to one vector
-    old: str  # a readable form of what pools there now
-    input_shape: tuple[int, ...]
-    layout: Layout
-    output: Literal['flatten', 'keep dims']
-    replaceable: bool
-    reason: str = ''  # why it cannot be replaced, or only if it is named
-    reduction: Reduction = 'other'
-    host: Host | None = None  # the method that pools by itself
 
 
 def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) -> list[FoundPool]:
@@ -243,7 +214,7 @@ def _function_pool(model: nn.Module, trace: Trace, inputs: tuple, call: Call, in
     host, reason = None, ''
     if in_methods > 1:
         reason = f'{old} is one of {in_methods} poolings in methods: one new pool cannot replace all of them'
-    elif FAMILY_METHODS.get(cls) == call.method:
+    elif FAMILIES.get(cls, ('',))[0] == call.method:
         host = Host(call.method, layout, 0, _next_child(trace, call), family=True)
     elif native_method(cls, call.method) is None:
         reason = f'{old} is not a method with a map as its first argument'

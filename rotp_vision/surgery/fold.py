@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rotp_vision.layers import ROTPool
-from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.find import example_inputs
+from rotp_vision.surgery.pools import rot_pools
 from rotp_vision.surgery.trace import undisturbed
 
 # Layers that change no value in evaluation mode.

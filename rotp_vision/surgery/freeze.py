@@ -5,15 +5,16 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from rotp_vision.surgery.classes import change, changes_of
-from rotp_vision.surgery.convert import new_pools, refuse_wrapped
+from rotp_vision.surgery.classes import MODE, change, changes_of, rest_frozen
+from rotp_vision.surgery.convert import refuse_wrapped
 from rotp_vision.surgery.multi_scale import MultiScale
+from rotp_vision.surgery.pools import new_pools
 
 _logger = logging.getLogger('rotp_vision')
 
 Train = Literal['pool', 'pool+classifier', 'all']
-# The parameters that did not require gradients before `freeze`, and the mode that `train` or `eval` last set.
-_FIXED, _MODE = '_rotp_fixed', '_rotp_mode'
+# The names of the parameters that did not require gradients before `freeze`.
+FIXED = '_rotp_fixed'
 
 
 def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
@@ -39,12 +40,12 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
     refuse_wrapped(model)
     learning = _learning_modules(model, train)
     if not changes_of(model).frozen:
-        model.__dict__[_FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}
-        model.__dict__[_MODE] = model.training
-    fixed, mode = model.__dict__[_FIXED], model.__dict__[_MODE]
+        vars(model)[FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}
+        vars(model)[MODE] = model.training
+    fixed, mode = vars(model)[FIXED], vars(model)[MODE]
     if train == 'all':
         change(model, frozen=False)
-        del model.__dict__[_FIXED], model.__dict__[_MODE]
+        del vars(model)[FIXED], vars(model)[MODE]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in fixed)
         model.train(mode)
@@ -61,18 +62,6 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _in_short(trainable))
     return model
-
-
-def rest_frozen(model: nn.Module, mode: bool):
-    """Evaluation mode for every module but the ROT pools and those with trainable parameters of their own."""
-    model.__dict__[_MODE] = mode
-    for module in model.modules():
-        module.training = False
-    for module in model.modules():
-        if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
-            module.training = mode
-    for pool in new_pools(model).values():
-        pool.train(mode)
 
 
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:

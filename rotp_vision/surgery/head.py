@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from rotp_vision.layers import GlobalROTPool2d, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery.convert import rot_pools
 from rotp_vision.surgery.fold import run_layers
+from rotp_vision.surgery.pools import rot_pools
 
 CHUNK = 64  # images that pass through a head, or a pool, at a time
 

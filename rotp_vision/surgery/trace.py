@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rotp_vision.surgery.user_pool import NewPool
+from rotp_vision.surgery.pools import NewPool
 
 
 class Call(NamedTuple):

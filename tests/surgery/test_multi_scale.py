@@ -263,7 +263,7 @@ def test_compare_and_revert():
     result = compare(native, made, [(x, torch.tensor([0, 1]))], labelled=True)
     assert result.num_images == 2
     assert result.average_gain is not None
-    assert 'of 13 places' in result.places
+    assert 'of 13 positions' in result.positions
 
 
 def test_training_learns_the_gains():
