@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = [
     line.split('|')
     for line in (ROOT / 'docs' / 'paper.md').read_text().splitlines()
-    if line.startswith('| ') and '`' in line
+    if line.startswith('| ') and '::' in line
 ]
 
 

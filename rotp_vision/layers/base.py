@@ -76,7 +76,7 @@ _SCRIPTED: dict[int, 'ROTPool'] = {}
 
 
 class ROTPool(OneNode):
-    """Pooling of sets with the plan of a regularized optimal transport problem whose weights are learned.
+    """Base of all ROT poolings: pools sets with the plan of a regularized optimal transport problem.
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
@@ -144,13 +144,12 @@ class ROTPool(OneNode):
         *,
         recompute: bool = True,
     ) -> Tensor:
-        """Pooled features (B, D), in the dtype of `x`, of the sets `x` (B, D, N).
+        """Pool sets (B, D, N) to features (B, D), in the dtype of `x`.
 
         Args:
             x: (B, D, N).
-            mask: (B, N), True where a sample exists; None where all do.
-            log_sample_prior: (B or 1, N) logits of q0, to which those of the layer's own prior are added; None for
-                uniform.
+            mask: (B, N), True where a sample exists; None if all do.
+            log_sample_prior: (B or 1, N) logits of q0, added to those of the layer's own prior; None for uniform.
             recompute: as in `rot_pool`.
         """
         problem, weights = self._problem(x, mask, log_sample_prior), self._weights()
@@ -191,8 +190,8 @@ class ROTPool(OneNode):
         return rot_problem(x, log_feature_prior, log_sample_prior, mask, self.options.feature_scale, norm_power)
 
     def log_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """The logarithm of the plan for an input of this layer, with the axes of that input."""
-        raise NotImplementedError(f'{type(self).__name__} has no input of its own; use solve_sets')
+        """The log plan for an input of this layer, with the axes of that input."""
+        raise NotImplementedError(f'{type(self).__name__} has no forward and no log_plan; use pool_sets and solve_sets')
 
     def plan(self, *args: Any, **kwargs: Any) -> Any:
         """The plan for an input of this layer, with the arguments and the axes of `log_plan`."""
@@ -207,11 +206,11 @@ class ROTPool(OneNode):
         return known
 
     def named_weights(self) -> dict[str, Tensor]:
-        """The current values of the learned scalars by name, detached: 'smoothness', 'step', …, 'gain'."""
+        """The current values of the weights by name, detached: 'smoothness', 'step', …, 'gain'."""
         return {name: weight().detach() for name, weight in self._weights_by_name().items()}
 
     def set_weights(self, **values: Tensor | float | Sequence[float]) -> None:
-        """Set weights by the names of `named_weights`; all values but that of norm_power must be positive."""
+        """Set weights by the names of `named_weights`; all but norm_power must be positive."""
         known = self._weights_by_name()
         for name, value in values.items():
             if name not in known:

@@ -27,7 +27,7 @@ class MapPool(MapShape, ROTPool):
         self.set_shape(flatten, input_fmt)
 
     def sample_prior(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor | None:
-        """Logits of q0 for the map `x`, given as (B or 1, H, W), as those of its sets (B or 1, N)."""
+        """Flatten logits of q0 for the map `x` from (B or 1, H, W) to those of its sets (B or 1, N)."""
         if log_sample_prior is None:
             return None
         size = x.shape[1:3] if self.input_fmt == 'NHWC' else x.shape[2:]
@@ -39,7 +39,7 @@ class MapPool(MapShape, ROTPool):
         return log_sample_prior.flatten(1)
 
     def map_of(self, sets: Tensor, x: Tensor) -> Tensor:
-        """Values (B, D, N) of the sets of `x` with the axes of `x`."""
+        """Give values (B, D, N) of the sets of `x` the axes of `x`."""
         if self.input_fmt == 'NHWC':
             return sets.transpose(1, 2).unflatten(1, x.shape[1:3])
         return sets.unflatten(2, x.shape[2:])
@@ -51,7 +51,7 @@ class MapPool(MapShape, ROTPool):
 class GlobalROTPool2d(MapPool):
     """Global ROT pooling of feature maps of any height and width.
 
-        f_d = Σ_n x_dn P_dn / Σ_n P_dn,   P the plan of the image's own problem
+        f_d = Σ_n x_dn P_dn / Σ_n P_dn,   P the plan of the image's problem
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name; None for the recommended pooling.
@@ -72,7 +72,7 @@ class GlobalROTPool2d(MapPool):
         >>> pool.plan(maps).shape, bool(torch.isclose(pool.plan(maps).sum((1, 2, 3)), torch.ones(2)).all())
         (torch.Size([2, 8, 7, 7]), True)
 
-        A prior of your own, here one that leaves out the left column:
+        A prior passed to `forward`, here one that excludes the left column:
 
         >>> prior = torch.zeros(1, 7, 7)
         >>> prior[:, :, 0] = -100.0
@@ -81,7 +81,7 @@ class GlobalROTPool2d(MapPool):
     """
 
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
-        """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""
+        """Pool the map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             return self.run_unscripted(x, log_sample_prior)
         else:

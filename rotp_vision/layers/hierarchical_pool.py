@@ -1,4 +1,4 @@
-"""Hierarchical pooling: several poolings of one map fused by one more, and pooling of sets of sets."""
+"""Hierarchical pooling: several poolings of one map, fused by another one, and pooling of sets of sets."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,24 +17,22 @@ Options = PoolOptions | Mapping[str, Any] | str
 class FusionPlans(NamedTuple):
     """The two plans, or log plans, of a `ROTSetFusion`."""
 
-    within: (
-        Tensor  # of each set, of mass one, with the axes of the input; for a set that is masked as a whole, of zeros
-    )
+    within: Tensor  # of each set, of mass one, with the axes of the input; a masked set counts as a set of zeros
     between: Tensor  # (B, M, D') over the sets, of mass one
 
 
 class MixedROTPool2d(MapPool):
-    """M different poolings of a map, fused by one more (paper, eq. "mrotp").
+    """M different poolings of a map, fused by another one (paper, eq. "mrotp").
 
         f = f_rot([f_rot(X; θ_1), …, f_rot(X; θ_M)]; θ_{M+1})
 
-    The fusing pooling pools a set of M samples, the heads, whose prior q0 = softmax(ω) is learned: one vector ω for
-    all images, or, gated, a linear function of the image's mean feature. `MixedROTPool2d.mean_max()` is the paper's
+    The fusing pooling takes the M pooled vectors as a set, with a learned prior q0 = softmax(ω): one vector ω for all
+    images or, if gated, a linear function of the image's mean feature. `MixedROTPool2d.mean_max()` is the paper's
     mixed mean-max pooling, `mean_max(gated=True, num_features=…)` its gated mean-max pooling.
 
     Args:
         heads: options of each head, at least two.
-        fusion: options of the fusing pooling. By default the heads are weighted by their prior alone.
+        fusion: options of the fusing pooling. The default is the mean of the heads, weighted by their prior.
         num_features: channels; needed for a gate, attention priors and a gain per channel.
         gated: whether ω depends on the image.
         flatten, input_fmt: as in `GlobalROTPool2d`.
@@ -74,7 +72,7 @@ class MixedROTPool2d(MapPool):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set every weight to where the options start it, and all heads to the same share."""
+        """Reset every weight to the start that the options give, and all heads to the same share."""
         super().reset_parameters()
         for parameter in (self.omega, *([] if self.gate is None else self.gate.parameters())):
             if parameter is not None:
@@ -82,16 +80,16 @@ class MixedROTPool2d(MapPool):
 
     @classmethod
     def mean_max(cls, *, gated: bool = False, num_features: int | None = None, flatten: bool = True):
-        """ω · mean + (1 - ω) · max, ω learned (paper, Proposition 2); gated: ω a sigmoid of the mean feature."""
+        """ω · mean + (1 - ω) · max (paper, Proposition 2); ω is learned or, if gated, depends on the mean feature."""
         return cls([MEAN_POOL, MAX_POOL], MEAN_POOL, num_features, gated=gated, flatten=flatten)
 
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
-        """The pooled map; `log_sample_prior` (B or 1, H, W) is that of every head, see `GlobalROTPool2d`."""
+        """Pool the map; `log_sample_prior` (B or 1, H, W) goes to every head, see `GlobalROTPool2d`."""
         sets, prior = self.sets(x), self.sample_prior(x, log_sample_prior)
         return self.shaped(self.pool_sets(self._pool_heads(sets, prior), log_sample_prior=self._head_logits(sets)))
 
     def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
-        """The log plan under which this layer averages, with the axes of `x`: the heads' plans, fused row by row."""
+        """The heads' log plans fused row by row, with the axes of `x`: the layer averages under this plan."""
         sets, prior = self.sets(x), self.sample_prior(x, log_sample_prior)
         pooled = self._pool_heads(sets, prior)
         fusion = self.solve_sets(pooled, log_sample_prior=self._head_logits(sets)).log_softmax(2)  # (B, D, M)
@@ -112,7 +110,7 @@ class MixedROTPool2d(MapPool):
 
 
 class ROTSetFusion(OneNode):
-    """Pooling of sets of sets (paper, eq. "hrotp"): views, crops or tiles of an image, bags of graphs.
+    """Pooling of sets of sets (paper, eq. "hrotp"): sizes, crops or tiles of an image, bags of graphs.
 
         f = f_rot([g(f_rot(X_1; θ_1)), …, g(f_rot(X_M; θ_1))]; θ_2)
 
@@ -121,11 +119,11 @@ class ROTSetFusion(OneNode):
         between: options of the pooling over the sets.
         network: g, from D to D' features; identity if None.
         num_features: D; needed only for attention priors and a gain per channel inside the sets.
-        num_fused: D', the same for the pooling over the sets; None means D.
+        num_fused: D', needed in the same cases for the pooling over the sets; None means D.
 
     Shapes:
-        Maps (B, M, C, H, W), or sets (B, M, N, D) with an optional mask (B, M, N), to (B, D'). A set whose samples are
-        all masked is masked itself.
+        Maps (B, M, C, H, W), or sets (B, M, N, D) with an optional mask (B, M, N), to (B, D'). A set without any
+        unmasked sample is left out.
 
     Example:
         >>> import torch
@@ -149,11 +147,11 @@ class ROTSetFusion(OneNode):
         self.between = ROTPool(between, num_features if num_fused is None else num_fused)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
-        """Pooled (B, D') of sets of sets.
+        """Pool sets of sets to (B, D').
 
         Args:
             x: maps (B, M, C, H, W) or sets (B, M, N, D).
-            mask: (B, M, N), True where a sample exists; None where all do.
+            mask: (B, M, N), True where a sample exists; None if all do.
             log_sample_prior: (B, M, N) logits of q0 inside each set, or (B, M, H, W) of maps; None for uniform.
         """
         sets, inside, present, prior = self._sets(x, mask, log_sample_prior)
@@ -174,7 +172,7 @@ class ROTSetFusion(OneNode):
         return FusionPlans(within.exp(), between.exp())
 
     def _pool_within(self, sets: Tensor, mask: Tensor | None, prior: Tensor | None, num_sets: int) -> Tensor:
-        """(B, D', M) each set pooled, through the network."""
+        """(B, D', M) features of each set, after the network."""
         pooled = self.network(self.within.pool_sets(sets, mask, prior))  # (B M, D')
         return pooled.unflatten(0, (-1, num_sets)).transpose(1, 2)
 

@@ -15,16 +15,16 @@ from rotp_vision.layers.options import PoolOptions, is_integer
 class LocalROTPool2d(ROTPool):
     """ROT pooling of every window: a drop-in for `nn.MaxPool2d` and `nn.AvgPool2d`.
 
-    Each window is a set of kernel_size² samples with all channels as features. Padding is masked. Windows are cut out
-    and pooled in chunks, and again in the backward pass, so that memory stays bounded.
+    Each window is a set of kernel_size² samples with all channels as features. Padding is masked. Windows are pooled in
+    chunks, which the backward pass computes again to bound the memory.
 
     Args:
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
         num_features: channels; needed only for attention priors and a gain per channel.
         kernel_size, stride, padding, dilation, ceil_mode: as in `nn.MaxPool2d`.
         same: pad as TensorFlow does, so that the output has ceil(size / stride) rows and columns.
-        count_include_pad: as in `nn.AvgPool2d`: padding is masked in the plan, but counts as zeros in the average; not
-            with a dilation, which average pooling does not have.
+        count_include_pad: as in `nn.AvgPool2d`: padding is masked in the plan but counts as zeros in the average. It
+            cannot be combined with a dilation, which average pooling does not have.
 
     Shapes:
         (B, C, H, W) to (B, C, H', W') with H', W' as for `nn.MaxPool2d`, or (C, H, W) without a batch.
@@ -59,7 +59,7 @@ class LocalROTPool2d(ROTPool):
         if any(2 * p > k for p, k in zip(padding, kernel_size, strict=True)):
             raise ValueError(
                 f'padding must be at most half of kernel_size, got {padding} for {kernel_size}: '
-                'a window of nothing but padding has no samples'
+                'a window that holds only padding has no samples'
             )
         if count_include_pad and dilation != (1, 1):
             raise ValueError(
@@ -67,7 +67,7 @@ class LocalROTPool2d(ROTPool):
             )
 
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
-        """The pooled map; `log_sample_prior` (B or 1, H, W) holds logits of q0, which a window reads at its pixels."""
+        """Pool the map; `log_sample_prior` (B or 1, H, W) holds logits of q0, which windows read at their pixels."""
         if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
             return self.run_unscripted(x, log_sample_prior)
         else:
@@ -77,7 +77,7 @@ class LocalROTPool2d(ROTPool):
         if x.dim() == 3:
             return self._pool(x.unsqueeze(0), log_sample_prior).squeeze(0)
         _check_map(x, log_sample_prior)
-        # The chunks of windows are computed again in backward, so their sets need not be.
+        # Backward computes chunks of windows again, so there is no need to recompute their sets as well.
         pooled = pool_windows(x, self.windows, partial(self.pool_sets, recompute=False), log_sample_prior)
         if self.count_include_pad:
             pooled = pooled * share_inside(x, self.windows).to(pooled.dtype)
@@ -86,7 +86,7 @@ class LocalROTPool2d(ROTPool):
     def log_plan(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, C, H', W', kernel_h, kernel_w) log plan of each window, of mass one, -inf in the padding.
 
-        Arguments as in `forward`. All windows are held in memory at once.
+        Arguments as in `forward`. Holds all windows in memory at once.
         """
         if x.dim() == 3:
             return self.log_plan(x.unsqueeze(0), log_sample_prior).squeeze(0)

@@ -38,14 +38,14 @@ class ROTSetPool(ROTPool):
         *,
         lengths: Sequence[int] | Tensor | None = None,
     ) -> Tensor:
-        """Pooled (B, D) of sets, padded or packed.
+        """Pool padded or packed sets to (B, D).
 
         Args:
-            x: (B, N, D) padded sets; or, with `lengths`, (ΣN, D) sets that lie one after the other.
-            mask: (B, N), True where a sample exists; None where all do.
-            log_sample_prior: (B or 1, N) logits of q0, or (ΣN,) of packed sets, to which those of the layer's own prior
-                are added; None for uniform.
-            lengths: (B,) how many samples each of the packed sets has. A list costs no device synchronisation.
+            x: (B, N, D) padded sets or, with `lengths`, (ΣN, D) concatenated sets.
+            mask: (B, N), True where a sample exists; None if all do.
+            log_sample_prior: (B or 1, N) logits of q0, or (ΣN,) of packed sets, added to those of the layer's
+                own prior; None for uniform.
+            lengths: (B,) number of samples of each packed set. A list avoids a device synchronisation.
         """
         return self.pool_sets(*_padded(x, mask, log_sample_prior, _sizes(x, mask, lengths)))
 
@@ -66,7 +66,7 @@ class ROTSetPool(ROTPool):
 
 
 def _sizes(x: Tensor, mask: Tensor | None, lengths: Sequence[int] | Tensor | None) -> list[int] | None:
-    """The lengths of packed sets, checked; None for padded ones."""
+    """The lengths of packed sets, checked; None for padded sets."""
     if lengths is None:
         if x.dim() != 3:
             raise ValueError(f'x must be sets of shape (B, N, D), or (ΣN, D) with lengths, got {tuple(x.shape)}')
@@ -78,14 +78,14 @@ def _sizes(x: Tensor, mask: Tensor | None, lengths: Sequence[int] | Tensor | Non
             f'{sum(sizes)} with least {min(sizes, default=0)} for x of shape {tuple(x.shape)}'
         )
     if mask is not None:
-        raise ValueError('packed sets have lengths, and no mask besides; got both')
+        raise ValueError('give lengths for packed sets or a mask for padded ones, got both')
     return sizes
 
 
 def _padded(
     x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None, sizes: list[int] | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Sets (B, D, N), their mask and the logits of their prior; packed ones are padded."""
+    """Sets (B, D, N), their mask and the logits of their prior; pads packed sets."""
     if sizes is not None:
         num_samples = torch.tensor(sizes)[:, None]
         mask = (torch.arange(max(sizes))[None, :] < num_samples).to(x.device, non_blocking=True)
