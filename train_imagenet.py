@@ -37,7 +37,7 @@ from torch import nn
 from tqdm import tqdm
 
 import rotp_vision
-from rotp_vision.evaluation import Places, counted_places, places_sentence
+from rotp_vision.evaluation import UsedPositions, counted_positions, positions_sentence
 from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache, cache_directory
@@ -299,9 +299,9 @@ def two_stages(run: Run, model: nn.Module, checkpoint: Checkpoint | None) -> Non
     note = None
     if progress.stage == 2:
         # From the images, even if epochs were evaluated from cached maps.
-        with counted_places(model) as places:
+        with counted_positions(model) as positions:
             progress.summary[f'{pool_title(config.pool)} trained'] = run.evaluate(model, run.val_images(), len(run.val))
-        note = describe_places(run, places)
+        note = describe_positions(run, positions)
     if run.main:
         finish(run, model, note)
     run.host.wait()
@@ -530,11 +530,11 @@ def compare_poolings(run: Run, model: nn.Module, maps: FeatureCache | None) -> N
     run.progress.summary[f'{pool_title(run.config.pool)} {start}'] = validate(run, model, maps)
 
 
-def describe_places(run: Run, places: Places) -> str | None:
+def describe_positions(run: Run, positions: UsedPositions) -> str | None:
     """A sentence about how far the plan is from uniform, over the images of all processes."""
-    used, count = run.host.sum(sum(float(some.sum()) for some in places.used), sum(map(len, places.used)))
-    total = max(run.host.gather(places.total))
-    return places_sentence(used / count, total) if count else None
+    used, count = run.host.sum(sum(float(some.sum()) for some in positions.used), sum(map(len, positions.used)))
+    total = max(run.host.gather(positions.total))
+    return positions_sentence(used / count, total) if count else None
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:

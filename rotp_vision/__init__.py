@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rotp_vision.calibration import Calibration, calibrate
     from rotp_vision.core import register_solver
+    from rotp_vision.evaluation import Comparison, compare, verify
     from rotp_vision.hub import load_pretrained, push_to_hub, read_state_dict, save_pretrained
     from rotp_vision.layers import (
         MAX_POOL,
@@ -47,6 +48,7 @@ __all__ = [
     'MAX_POOL',
     'MEAN_POOL',
     'Calibration',
+    'Comparison',
     'FoundPool',
     'GlobalROTPool2d',
     'LocalROTPool2d',
@@ -58,6 +60,7 @@ __all__ = [
     'ROTSetFusion',
     'ROTSetPool',
     'calibrate',
+    'compare',
     'convert',
     'describe',
     'find_pools',
@@ -74,10 +77,11 @@ __all__ = [
     'rot_pools',
     'save_pretrained',
     'multi_scale',
+    'verify',
 ]
 
 # Where the names above are, those modules first that import least.
-_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'hub', 'probing')
+_PLACES = ('core', 'layers', 'surgery', 'models', 'calibration', 'evaluation', 'hub', 'probing')
 
 
 def __getattr__(name: str) -> Any:

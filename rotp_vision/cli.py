@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import copy
 import logging
 import sys
 from collections.abc import Sequence
@@ -10,13 +9,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
 from rotp_vision.calibration import Metric, calibrate
-from rotp_vision.evaluation import ImageFiles, compare, image_batches
+from rotp_vision.evaluation import ImageFiles, image_batches, image_config, record_image_config, verify
 from rotp_vision.files import check_writable
 from rotp_vision.hub import (
     build,
@@ -66,12 +64,16 @@ def _parser() -> argparse.ArgumentParser:
         '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
     )
     command.add_argument(
-        '--set', action='append', default=[], metavar='NAME=VALUE', help='another option: --set feature_scale=log --set step=5'
+        '--set',
+        action='append',
+        default=[],
+        metavar='NAME=VALUE',
+        help='another option: --set feature_scale=log --set step=5',
     )
     command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
     command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
-    command.add_argument('--image-size', type=int, help='side of the images for calibration, if not the default')
+    _add_image_size(command, 'side of the images that the network is for; goes with --calibrate')
     command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
     command.add_argument('--force', action='store_true', help='overwrite an existing output')
     command.set_defaults(run=_convert)
@@ -90,8 +92,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
     command.add_argument('--images', required=True, help='folder of images, in class folders for accuracies')
     command.add_argument('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
-    command.add_argument('--checkpoint', help='weights of the original, where it is a name')
-    _add_model_kwargs(command, 'arguments of the original, where it is a name: global_pool=avg')
+    command.add_argument('--checkpoint', help='weights of the original')
+    _add_model_kwargs(command, 'arguments of the original: img_size=256')
+    _add_image_size(command)
     command.add_argument('--limit', type=int, help='use only so many images')
     _add_loading(command)
     command.set_defaults(run=_verify)
@@ -103,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         '--group-by', metavar='COLUMN', help="keep images together that have this in common; of a folder: 'folder'"
     )
     command.add_argument('--label', default='label', metavar='COLUMN', help='classes in a parquet file')
-    command.add_argument('--image-size', type=int, help='side of the images, if not the default')
+    _add_image_size(command)
     command.add_argument(
         '--train', action='store_true', help='then train pooling and classifier together, if that helps'
     )
@@ -124,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         '--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one'
     )
+    _add_image_size(command)
     command.add_argument('--limit', type=int, default=16, help='draw only so many of each folder, of every class')
     command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
     command.set_defaults(run=_visualize)
@@ -144,6 +148,10 @@ def _add_source(command: argparse.ArgumentParser):
 
 def _add_model_kwargs(command: argparse.ArgumentParser, text: str):
     command.add_argument('--model-kwargs', nargs='+', default=[], metavar='NAME=VALUE', help=text)
+
+
+def _add_image_size(command: argparse.ArgumentParser, text: str = "side of the images, if not the network's own"):
+    command.add_argument('--image-size', type=int, metavar='PIXELS', help=text)
 
 
 def _add_loading(command: argparse.ArgumentParser):
@@ -171,7 +179,10 @@ def _load(args: argparse.Namespace) -> nn.Module:
         kwargs['weights'] = 'DEFAULT'
     elif args.pretrained or from_hub:
         kwargs['pretrained'] = True
-    model = build(args.model, **kwargs)
+    try:
+        model = build(args.model, **kwargs)
+    except TypeError as error:
+        raise ValueError(f'{args.model} does not take these --model-kwargs: {error}') from error
     if args.checkpoint:
         fit_weights(
             model,
@@ -183,7 +194,7 @@ def _load(args: argparse.Namespace) -> nn.Module:
 
 
 def _model_kwargs(args: argparse.Namespace) -> dict[str, Any]:
-    given = dict(_assignment(text, '--model-kwargs') for text in args.model_kwargs)
+    given = _assignments(args.model_kwargs, '--model-kwargs')
     return given | ({} if args.num_classes is None else {'num_classes': args.num_classes})
 
 
@@ -196,7 +207,7 @@ def _check_output(args: argparse.Namespace):
 
 def _convert(args: argparse.Namespace):
     _check_output(args)
-    given = dict(_assignment(text, '--set') for text in args.set)
+    given = _assignments(args.set, '--set')
     options = pool_options(args.pool, **given)
     if args.image_size is not None and not args.calibrate:
         raise ValueError('--image-size goes with --calibrate')
@@ -218,6 +229,8 @@ def _convert(args: argparse.Namespace):
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
         shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
         print(f'\n{calibrate(model, shuffled, metric=args.metric)}')
+        if args.image_size is not None:
+            record_image_config(model, image_config(model, args.image_size))
     base, arguments = _native(args)
     directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
     _print_written(directory)
@@ -269,16 +282,20 @@ def _probe(args: argparse.Namespace):
 _WORDS = {'true': True, 'false': False, 'null': None}
 
 
-def _assignment(text: str, argument: str) -> tuple[str, Any]:
-    name, equals, value = text.partition('=')
-    if not equals:
-        raise ValueError(f'{argument} takes NAME=VALUE, got {text!r}')
-    if value in _WORDS:
-        return name, _WORDS[value]
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return name, value
+def _assignments(texts: Sequence[str], argument: str) -> dict[str, Any]:
+    """Values by name from texts NAME=VALUE."""
+    values: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition('=')
+        if not equals:
+            raise ValueError(f'{argument} takes NAME=VALUE, got {text!r}')
+        if name in values:
+            raise ValueError(f'{argument} names {name} twice: leave one out')
+        try:
+            values[name] = _WORDS[value] if value in _WORDS else ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            values[name] = value
+    return values
 
 
 def _inspect(args: argparse.Namespace):
@@ -307,49 +324,48 @@ def _revert(args: argparse.Namespace):
 def _transform(model: nn.Module, image_size: int | None = None) -> Any:
     """The evaluation transform of the model, at another image size if one is given."""
     if isinstance(model, MultiScale):
+        if image_size is not None:
+            raise ValueError('a network of several sizes has its own: leave --image-size out')
         return model.transform()
-    return create_transform(**resolve_data_config({'img_size': image_size}, model=model))
+    return create_transform(**image_config(model, image_size))
 
 
 def _verify(args: argparse.Namespace):
     model = load_pretrained(args.model)
-    if args.original is None:
-        if args.checkpoint:
-            raise ValueError('--checkpoint goes with --original NAME')
-        original = revert(copy.deepcopy(model))
-    elif Path(args.original).is_dir():
-        original = load_pretrained(args.original)
-    else:
-        args.model, args.pretrained, args.num_classes = args.original, args.checkpoint is None, num_classes_of(model)
-        original = _load(args)
-    images = ImageFiles(args.images, _transform(model), args.limit)
-    batches = image_batches(images, args.batch_size, args.workers)
+    images = ImageFiles(args.images, _transform(model, args.image_size), args.limit)
     unlabelled = images.why_no_labels(num_classes_of(model))
-    total = -(-len(images) // args.batch_size)
-    result = compare(original, model, batches, not unlabelled, args.device, total)
+    result = verify(
+        model,
+        image_batches(images, args.batch_size, args.workers),
+        original=_original(args, model),
+        labelled=not unlabelled,
+        device=args.device,
+        total=-(-len(images) // args.batch_size),
+    )
+    probed = Path(args.model, 'probe.md')
     if unlabelled:
         print(f'no accuracies: {unlabelled}')
-    else:
-        table = [('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')]
-        rows = {'original': result.original, 'average + gain': result.average_gain, 'converted': result.converted}
-        for name, score in rows.items():
-            if score is not None:
-                top5 = '' if score.top5 is None else f'{100 * score.top5:.2f}'
-                table.append((name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5))
-        print(text_table(table))
-        if result.average_gain is not None:
-            print('average + gain: average pooling with a gain fitted on the other half of these images')
+    if not probed.is_file():
+        print(result)
+        return
+    print(result._replace(sentence=''))
     print(
-        f'{result.num_images} images: same prediction {100 * result.agreement:.2f} %, '
-        f'largest logit difference {result.largest_difference:.4g}'
+        'The classifier was fitted to the pooling that `probe` chose, so that the other rows are no fair comparison. '
+        f'In cross-validation: {probed.read_text("utf-8").strip().splitlines()[-1]}'
     )
-    if result.gain is not None and result.gain != 1.0:
-        print(
-            f'the gain of {result.gain:.4g} scales the logits; to those of the original scaled alike the largest '
-            f'difference is {result.beyond_gain:.4g}'
-        )
-    if result.places:
-        print(result.places)
+
+
+def _original(args: argparse.Namespace, model: nn.Module) -> nn.Module | None:
+    """The network to verify against, or None for the model with its native pools."""
+    if args.original is None and not args.checkpoint and not args.model_kwargs:
+        return None
+    if args.original is not None and Path(args.original).is_dir():
+        args.num_classes = None
+    else:
+        args.num_classes = num_classes_of(model)
+    args.model = args.original or native_of(args.model)[0]
+    args.pretrained = args.checkpoint is None and args.num_classes is not None
+    return _load(args)
 
 
 def _visualize(args: argparse.Namespace):
@@ -369,7 +385,9 @@ def _visualize(args: argparse.Namespace):
         # Files in different class folders may share a name, so titles include the folder.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
     model = load_pretrained(args.model)
-    for path in visualize(model, files, args.output, titles=titles, class_index=args.class_index, total=total):
+    config = None if args.image_size is None else image_config(model, args.image_size)
+    drawn = {'titles': titles, 'class_index': args.class_index, 'data_config': config, 'total': total}
+    for path in visualize(model, files, args.output, **drawn):
         print(f'wrote {path}')
     if len(files) < total:
         print(f'{len(files)} of {total} images drawn, spread over all class folders; --limit draws more of each folder')

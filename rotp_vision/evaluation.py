@@ -1,34 +1,51 @@
-"""Comparing a converted network with the original on a folder of images.
+"""Comparing a converted network with the original on the same images, and the positions that a plan uses."""
 
-`compare` runs both networks on the same images and compares their predictions, logits, losses and accuracies; it adds
-the score of average pooling with a fitted gain, and how many places the plan of the ROT pool uses.
-"""
-
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
+from timm.data.config import resolve_data_config
+from timm.layers import SelectAdaptivePool2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, default_collate
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
-from rotp_vision.calibration import judge_pooled
+from rotp_vision.calibration.fit import check_finite, is_better
+from rotp_vision.calibration.report import verdict
+from rotp_vision.calibration.scores import Judged, exceeds, judge_pooled, paired_difference, rank
+from rotp_vision.data.folders import read_folder
 from rotp_vision.images import UnreadableImage, open_image
-from rotp_vision.layers import ROTPool, ROTSetPool
+from rotp_vision.layers import LocalROTPool2d, ROTPool, ROTSetPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.surgery import MultiScale, rot_pools
-from rotp_vision.surgery.head import CHUNK, Head, collect, find_global_pool, sets_of
+from rotp_vision.models import ROTPResNet
+from rotp_vision.surgery import MultiScale, revert, rot_pools
+from rotp_vision.surgery.head import CHUNK, Head, checked_batch, collect, evaluating, find_global_pool, sets_of
+from rotp_vision.tables import text_table
 
+_OF_OTHER_SIZES = ('test_input_size', 'test_crop_pct', 'pool_size')
 # Folders of images with these names are parts of a dataset, not classes.
 _SPLITS = {'train', 'training', 'val', 'valid', 'validation', 'test'}
+
+
+def image_config(model: nn.Module, image_size: int | None = None) -> dict[str, Any]:
+    """timm's data configuration of a network, at another image size if one is given."""
+    if image_size is not None and image_size < 1:
+        raise ValueError(f'the image size must be positive, got {image_size}')
+    return resolve_data_config({'img_size': image_size}, model=model)
+
+
+def record_image_config(model: nn.Module, config: Mapping[str, Any], **others: Any) -> None:
+    """Make timm's configuration of a network say which images it was fitted to, so that it is saved with it."""
+    known = {**(getattr(model, 'pretrained_cfg', None) or {}), **config, **others}
+    model.pretrained_cfg = {name: value for name, value in known.items() if name not in _OF_OTHER_SIZES}  # pyright: ignore
 
 
 def _spread(values: list[Any], limit: int) -> list[Any]:
@@ -38,7 +55,7 @@ def _spread(values: list[Any], limit: int) -> list[Any]:
 
 
 class ImageFiles(Dataset):
-    """The images of a folder; those in class folders are labelled.
+    """The images of a folder, labelled by their class folders.
 
     Args:
         root: the folder.
@@ -47,29 +64,27 @@ class ImageFiles(Dataset):
     """
 
     def __init__(self, root: str | Path, transform: Callable[[Image.Image], Any] | None, limit: int | None = None):
-        self.root, self.transform = Path(root), transform
-        if not self.root.is_dir():
-            raise ValueError(f'there is no folder of images at {self.root}')
-        files = sorted(path for path in self.root.rglob('*') if path.suffix.lower() in IMG_EXTENSIONS)
-        if not files:
-            raise ValueError(f'there are no images in {self.root} (looked for {", ".join(IMG_EXTENSIONS)})')
-        self.classes = sorted({path.relative_to(self.root).parts[0] for path in files if path.parent != self.root})
+        found = read_folder(root)
+        self.root, self.classes, self.transform = found.root, found.classes, transform
         if limit is not None and limit < 1:
             raise ValueError(f'the limit must be at least one image, got {limit}')
-        self.files = files if limit is None else _spread(files, limit)
+        labelled = [(Path(file), label) for file, label in zip(found.files, found.labels, strict=True)]
+        self.samples = labelled if limit is None else _spread(labelled, limit)
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for file, _ in self.samples]
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         """The image, and the index of its class folder (-1 if it is in none)."""
-        path = self.files[index]
-        tensor = (self.transform or pil_to_tensor)(open_image(path))
-        folder = path.relative_to(self.root).parts[0]
-        return tensor, self.classes.index(folder) if folder in self.classes else -1
+        file, label = self.samples[index]
+        return (self.transform or pil_to_tensor)(open_image(file)), label
 
     def of_every_folder(self, limit: int) -> list[Path]:
-        """At most `limit` of the files, as evenly over the folders that they are in as these allow."""
+        """At most `limit` of the files, spread over their folders as evenly as possible."""
         folders: dict[Path, list[Path]] = {}
         for path in self.files:
             folders.setdefault(path.parent, []).append(path)
@@ -82,14 +97,14 @@ class ImageFiles(Dataset):
         return [path for folder, count in counts.items() for path in _spread(folders[folder], count)]
 
     def why_no_labels(self, num_classes: int) -> str:
-        """Why the class folders cannot be the classes of a network with `num_classes`; empty if they can."""
-        depths = {len(path.relative_to(self.root).parts) for path in self.files}
-        if self.classes and set(self.classes) <= _SPLITS and min(depths) > 2:
-            parts, one = ', '.join(self.classes), self.root / self.classes[-1]
-            return f'{self.root} has the folders {parts}, which are not classes: give one of them, such as {one}'
+        """Why the class folders cannot be the classes of a network with `num_classes`; '' if they can."""
         if not self.classes:
             return f'{self.root} has no class folders'
-        outside = sum(path.parent == self.root for path in self.files)
+        depths = {len(path.relative_to(self.root).parts) for path in self.files}
+        if set(self.classes) <= _SPLITS and min(depths) > 2:
+            parts, one = ', '.join(self.classes), self.root / self.classes[-1]
+            return f'{self.root} has the folders {parts}, which are not classes: give one of them, such as {one}'
+        outside = sum(label < 0 for _, label in self.samples)
         if outside:
             return f'{self.root} has {outside} images outside its class folders'
         if len(self.classes) != num_classes:
@@ -97,16 +112,8 @@ class ImageFiles(Dataset):
         return ''
 
 
-class Score(NamedTuple):
-    """Mean cross-entropy and accuracies, between 0 and 1, of a network on labelled images."""
-
-    loss: float
-    top1: float
-    top5: float | None
-
-
 class _SamplesOrErrors(Dataset):
-    """Samples of a dataset; an unreadable image is returned as the error, which a data worker would wrap if raised."""
+    """Samples of a dataset. An unreadable image is returned as the error, because a data worker would wrap it."""
 
     def __init__(self, dataset: ImageFiles):
         self.dataset = dataset
@@ -126,33 +133,116 @@ def _collate(samples: list[Any]) -> Any:
 
 
 def image_batches(images: ImageFiles, batch_size: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of images and labels in the order of their names; UnreadableImage at the first that cannot be read."""
+    """Batches of images and labels in the order of the files; raises UnreadableImage at the first unreadable one."""
     for batch in DataLoader(_SamplesOrErrors(images), batch_size, num_workers=workers, collate_fn=_collate):
         if isinstance(batch, UnreadableImage):
             raise batch
         yield batch
 
 
+class Score(NamedTuple):
+    """Mean cross-entropy and accuracies, between 0 and 1, of a network on labelled images."""
+
+    loss: float
+    top1: float
+    top5: float | None
+
+
 class Comparison(NamedTuple):
-    """How a converted network differs from the original on the same images."""
+    """Differences of a converted network from the original on the same images; `print` shows them.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> images = torch.rand(4, 3, 64, 64)
+        >>> rotp_vision.verify(model, [(images, torch.arange(4) % 3)]).image_size
+        '64 × 64'
+    """
 
     num_images: int
-    original: Score | None  # None without labels, and so are the next two
+    image_size: str
+    original: Score | None  # None without labels, as are the next two
     average_gain: Score | None  # average pooling with a gain fitted on the other half of the images
     converted: Score | None
+    sentence: str  # the verdict; '' without labels
     agreement: float  # share of the images for which both predict the same class
-    largest_difference: float  # between a logit of one and of the other
+    largest_difference: float  # between two logits
     gain: float | None  # the gain of the ROT pool, if it scales the logits because the head is affine
-    beyond_gain: float | None  # the largest difference once the original's logits are scaled by that gain too
-    places: str  # a sentence about how far the plan is from uniform
+    beyond_gain: float | None  # the largest difference when the original's logits are scaled by that gain too
+    positions: str  # a sentence about how far the plan is from uniform
+
+    def table(self) -> str:
+        """The scores as text; '' without labels."""
+        rows = [('pooling', 'cross-entropy', 'top-1 %', 'top-5 %')]
+        scores = {'original': self.original, 'average + gain': self.average_gain, 'converted': self.converted}
+        for name, score in scores.items():
+            if score is not None:
+                top5 = '' if score.top5 is None else f'{100 * score.top5:.2f}'
+                rows.append((name, f'{score.loss:.4f}', f'{100 * score.top1:.2f}', top5))
+        return text_table(rows) if len(rows) > 1 else ''
+
+    def __str__(self) -> str:
+        lines = [self.table()]
+        if self.average_gain is not None:
+            lines.append('average + gain: average pooling with a gain fitted on the other half of these images')
+        lines.append(
+            f'{self.num_images} images of {self.image_size}: same prediction {100 * self.agreement:.2f} %, '
+            f'largest logit difference {self.largest_difference:.4g}'
+        )
+        if self.gain is not None and self.gain != 1.0:
+            lines.append(
+                f'the gain of {self.gain:.4g} scales the logits; when those of the original are scaled alike, the '
+                f'largest difference is {self.beyond_gain:.4g}'
+            )
+        return '\n'.join(line for line in (*lines, self.positions, self.sentence) if line)
+
+
+def verify(
+    model: nn.Module,
+    loader: Iterable[tuple[Tensor, Tensor]],
+    *,
+    original: nn.Module | None = None,
+    labelled: bool = True,
+    device: torch.device | str | None = None,
+    total: int | None = None,
+) -> Comparison:
+    """Compare a converted network with the original, which is by default the same network with its native pools.
+
+    Args:
+        model: the network with ROT pools.
+        loader: batches of (images, class indices) on which neither was fitted.
+        original: the network to compare with.
+        labelled, device, total: as in `compare`.
+
+    Example:
+        >>> import timm, torch, rotp_vision
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
+        >>> result = rotp_vision.verify(model, [(torch.rand(4, 3, 64, 64), torch.arange(4) % 3)])
+        >>> result.agreement
+        1.0
+    """
+    return compare(native_copy(model) if original is None else original, model, loader, labelled, device, total)
+
+
+def native_copy(model: nn.Module) -> nn.Module:
+    """A copy of a network with the native pools in place of its ROT pools."""
+    native = copy.deepcopy(model)
+    inner = native.model if isinstance(native, MultiScale) else native
+    if isinstance(inner, ROTPResNet):
+        if isinstance(inner.global_pool, ROTPool):
+            inner.global_pool = SelectAdaptivePool2d(pool_type='avg', flatten=True)
+        if isinstance(inner.maxpool, LocalROTPool2d):
+            inner.maxpool = nn.MaxPool2d(3, 2, 1)
+        return native
+    return revert(native)
 
 
 def compare(
     original: nn.Module,
     converted: nn.Module,
     loader: Iterable[tuple[Tensor, Tensor]],
-    labelled: bool,
-    device: torch.device | str = 'cpu',
+    labelled: bool = True,
+    device: torch.device | str | None = None,
     total: int | None = None,
 ) -> Comparison:
     """Compare a converted network with the original, both in eval mode, on every image of a loader.
@@ -160,60 +250,100 @@ def compare(
     Args:
         original: the native network.
         converted: the network with ROT pools; it must have the same classes.
-        loader: batches of images and labels. Instead of images, a list of views where the converted network takes one
-            (see `multi_scale`); a network without views sees the first of them.
+        loader: batches of images and labels. Instead of images, a list of sizes where the converted network takes one
+            (see `multi_scale`); a network of one size gets the first of them.
         labelled: whether the labels are class indices; losses and accuracies are computed only then.
-        device: where the networks run; they are moved there.
+        device: where the networks run; they are moved there. None for the device of the converted network.
         total: number of batches, if known, for the progress bar.
+
+    Example:
+        >>> import copy, timm, torch, rotp_vision
+        >>> native = timm.create_model('test_resnet', num_classes=3)
+        >>> model = rotp_vision.convert(copy.deepcopy(native), {'smoothness': 0.3})
+        >>> result = rotp_vision.compare(native, model, [(torch.rand(4, 3, 64, 64), torch.arange(4) % 3)])
+        >>> result.num_images, result.sentence.split(':')[0] in ('Keep average pooling', 'ROTP pays')
+        (4, True)
     """
-    networks = [original.to(device).eval(), converted.to(device).eval()]
+    device = next(converted.parameters()).device if device is None else device
+    networks = [original.to(device), converted.to(device)]
     batches = iter(loader)
-    first = next(batches)
-    head = _head(converted, _moved(first[0], device))
-    gain = None if head is None or not head.affine else _scalar_gain(head.pool)
-    sums = torch.zeros(2, 3, dtype=torch.float64)  # networks × (loss, top-1, top-5)
-    count, agreed, largest, beyond = 0, 0, 0.0, 0.0
-    means: list[Tensor] = []
-    targets: list[Tensor] = []
-    hook = None
-    if head is not None:
-        pool = head.pool
-        hook = pool.register_forward_pre_hook(lambda _, args: means.append(sets_of(pool, args[0]).mean(2)))
-    with torch.inference_mode(), counted_places(converted) as places:
-        for images, labels in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
-            logits = [network(_seen(network, _moved(images, device))).float().cpu() for network in networks]
-            if logits[0].shape != logits[1].shape:
-                raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
-            count += len(labels)
-            targets.append(labels)
-            agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
-            largest = max(largest, float((logits[0] - logits[1]).abs().max()))
-            if head is not None and gain is not None:
-                scaled = torch.lerp(head.zero.cpu(), logits[0], gain)
-                beyond = max(beyond, float((scaled - logits[1]).abs().max()))
-            for i, one in enumerate(logits if labelled else []):
-                right = one.topk(min(5, one.shape[1]), 1).indices == labels[:, None]
-                loss = F.cross_entropy(one, labels, reduction='sum')
-                sums[i] += torch.stack([loss, right[:, 0].sum(), right.any(1).sum()])
-        average_gain = None
-        if hook is not None and head is not None:
-            hook.remove()
-            if labelled and count > 1:
-                judged = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
-                average_gain = Score(float(judged.loss.mean()), float(judged.right.mean()), None)
-    old, new = (Score(*row) if labelled else None for row in (sums / count).tolist())
-    sentence = places_sentence(float(torch.cat(places.used).mean()), places.total) if places.used else ''
-    share = agreed / count
-    return Comparison(count, old, average_gain, new, share, largest, gain, beyond if gain else None, sentence)
+    first = next(batches, None)
+    if first is None:
+        raise ValueError('loader must give at least one batch of (images, class indices), got none')
+    with evaluating(original), evaluating(converted):
+        example = _moved(checked_batch(converted, first)[0], device)
+        head = _head(converted, example)
+        gain = _scalar_gain(head.pool) if head is not None and head.affine else None
+        agreed, largest, beyond = 0, 0.0, 0.0
+        targets: list[Tensor] = []
+        scores: list[list[Tensor]] = [[], []]  # of each network (2, n): loss, and rank of the right class
+        with counted_positions(converted) as positions, _means(head) as means:
+            for batch in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
+                images, labels = checked_batch(converted, batch)
+                logits = [network(_for(network, _moved(images, device))).float().cpu() for network in networks]
+                if logits[0].shape != logits[1].shape:
+                    raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
+                targets.append(labels)
+                agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
+                largest = max(largest, float((logits[0] - logits[1]).abs().max()))
+                if head is not None and gain is not None:
+                    scaled = torch.lerp(head.zero.cpu(), logits[0], gain)
+                    beyond = max(beyond, float((scaled - logits[1]).abs().max()))
+                for network, known, one in zip(networks, scores, logits, strict=True):
+                    check_finite(network, one)
+                    if labelled:
+                        known.append(
+                            torch.stack([F.cross_entropy(one, labels, reduction='none'), rank(one, labels).float()])
+                        )
+        count = sum(map(len, targets))
+        native, average_gain, ours, sentence = None, None, None, ''
+        if labelled:
+            native, ours = (torch.cat(known, 1) for known in scores)
+            judged = {'the original': Judged(native[0], (native[1] < 1).float(), None, 1.0)}
+            if head is not None and count > 1:
+                average_gain = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
+                judged['average pooling with a gain'] = average_gain
+            sentence = _verdict(Judged(ours[0], (ours[1] < 1).float(), None, 1.0), judged)
+    return Comparison(
+        count,
+        ' and '.join(f'{view.shape[-2]} × {view.shape[-1]}' for view in tree_leaves(example)),
+        _score(native),
+        None
+        if average_gain is None
+        else Score(float(average_gain.loss.mean()), float(average_gain.right.mean()), None),
+        _score(ours),
+        sentence,
+        agreed / count,
+        largest,
+        gain,
+        beyond if gain else None,
+        positions_sentence(float(torch.cat(positions.used).mean()), positions.total) if positions.used else '',
+    )
+
+
+def _score(scores: Tensor | None) -> Score | None:
+    """The means of losses and ranks (2, n)."""
+    if scores is None:
+        return None
+    return Score(float(scores[0].mean()), float((scores[1] < 1).float().mean()), float((scores[1] < 5).float().mean()))
+
+
+def _verdict(ours: Judged, peers: dict[str, Judged]) -> str:
+    """Whether ROTP pays against the last of the peers, by the rule of `calibrate`."""
+    average = next(iter(peers.values()))
+    name, peer = list(peers.items())[-1]
+    pays = is_better(ours, peer, 'loss') and not exceeds(average.right, ours.right)
+    differences = paired_difference(ours.right, peer.right), paired_difference(ours.loss, peer.loss)
+    return verdict(pays, [(name, *differences)], 'these images')
 
 
 def _moved(images: Any, device: torch.device | str) -> Any:
-    """Images, or a list of views of them, on a device."""
-    return tree_map(lambda view: view.to(device), images)
+    """Images, or a list of sizes of them, on a device."""
+    return tree_map(lambda size: size.to(device), images)
 
 
-def _seen(network: nn.Module, images: Any) -> Any:
-    """What a network sees of images: of a list of views one without views sees the first."""
+def _for(network: nn.Module, images: Any) -> Any:
+    """The input of a network: of a list of sizes, a network of one size gets the first."""
     return images if isinstance(images, Tensor) or isinstance(network, MultiScale) else images[0]
 
 
@@ -227,14 +357,26 @@ def _head(model: nn.Module, images: Any) -> Head | None:
         return None
 
 
+@contextmanager
+def _means(head: Head | None) -> Iterator[list[Tensor]]:
+    """The means (B, D) of the sets that reach the pool within the block, a tensor for each forward pass."""
+    means: list[Tensor] = []
+    if head is None:
+        yield means
+        return
+    pool = head.pool
+    with pool.register_forward_pre_hook(lambda _, args: means.append(sets_of(pool, args[0]).mean(2))):
+        yield means
+
+
 def _scalar_gain(pool: ROTPool) -> float | None:
     gain = pool.named_weights().get('gain')
     return float(gain) if gain is not None and gain.numel() == 1 else None
 
 
 @torch.no_grad()
-def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
-    """(B,) effective number of places that the plan uses: N for average pooling, 1 if one place has all the weight.
+def positions_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
+    """(B,) effective number of positions in the plan: N for average pooling, 1 if one position has all the weight.
 
         Σ_d c_d exp(H(w_d)),   w_d = softmax_n(log P_dn),   c_d = |f_d| / Σ_d |f_d|
 
@@ -256,8 +398,8 @@ def places_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
     return (share * torch.special.entr(weights).sum(2).exp()).sum(1)
 
 
-class Places:
-    """What `counted_places` has counted."""
+class UsedPositions:
+    """The counts of `counted_positions`."""
 
     def __init__(self) -> None:
         self.used: list[Tensor] = []  # (B,) of each forward pass
@@ -265,31 +407,26 @@ class Places:
 
 
 @contextmanager
-def counted_places(model: nn.Module) -> Iterator[Places]:
-    """Count the places that the one global ROT pool uses in the forward passes within; none without such a pool."""
-    places = Places()
+def counted_positions(model: nn.Module) -> Iterator[UsedPositions]:
+    """Count the positions used by the global ROT pool in the forward passes of the block, if the model has one."""
+    positions = UsedPositions()
 
     def count(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(pool, (MapPool, ROTSetPool))
-        places.used.append(places_used(pool, inputs[0]))
-        places.total = inputs[0][0].numel() // inputs[0].shape[_feature_axis(pool)]
+        positions.used.append(positions_used(pool, inputs[0]))
+        channels_first = isinstance(pool, MapPool) and pool.input_fmt == 'NCHW'
+        positions.total = inputs[0][0].numel() // inputs[0].shape[1 if channels_first else -1]
 
     pools = [pool for pool in rot_pools(model).values() if isinstance(pool, (MapPool, ROTSetPool))]
-    hooks = [pool.register_forward_pre_hook(count) for pool in pools if len(pools) == 1]
-    try:
-        yield places
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as stack:
+        if len(pools) == 1:
+            stack.enter_context(pools[0].register_forward_pre_hook(count))
+        yield positions
 
 
-def _feature_axis(pool: MapPool | ROTSetPool) -> int:
-    return 1 if isinstance(pool, MapPool) and pool.input_fmt == 'NCHW' else -1
-
-
-def places_sentence(used: float, total: int) -> str:
+def positions_sentence(used: float, total: int) -> str:
     """A sentence about how far a plan is from uniform."""
-    sentence = f'The plan uses {used:.3g} of {total} places'
+    sentence = f'The plan uses {used:.3g} of {total} positions'
     if used > 0.99 * total:
         return f'{sentence}: the pooling is still average pooling.'
     return f'{sentence}; average pooling uses all of them, max pooling one.'

@@ -110,7 +110,8 @@ def test_verify_and_revert(place, saved, capsys):
     assert run('verify', '--model', saved, '--images', place / 'images', '--workers', 0) == 0
     shown = capsys.readouterr().out
     assert 'top-1 %' in shown
-    assert '9 images: same prediction' in shown
+    assert '9 images of 160 × 160: same prediction' in shown
+    assert 'Keep average pooling: ' in shown
     assert run('verify', '--model', saved, '--images', place / 'images' / 'ant', '--workers', 0, '--limit', 2) == 0
     assert 'has no class folders' in capsys.readouterr().out
 
@@ -128,7 +129,7 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
     largest = float(re.search(r'largest logit difference (\S+)', shown)[1])
     beyond = float(re.search(r'the gain of 0.25 scales the logits; .* difference is (\S+)', shown)[1])
     assert beyond < 0.1 * largest
-    assert re.search(r'The plan uses \S+ of \d+ places: the pooling is still average pooling', shown)
+    assert re.search(r'The plan uses \S+ of \d+ positions: the pooling is still average pooling', shown)
 
     assert run('revert', '--model', saved, '--output', place / 'reverted.safetensors') == 0
     native, reverted = load_file(place / 'native.safetensors'), load_file(place / 'reverted.safetensors')
@@ -144,6 +145,8 @@ def test_verify_is_fair_and_explains_itself(place, saved, tmp_path, capsys):
         (['convert', '--model', 'test_resnet', '--set', 'start', '--output', '{place}/new'], '--set takes NAME=VALUE'),
         (['convert', '--model', 'test_resnet', '--set', 'view=log', '--output', '{place}/new'],
          'view is now feature_scale'),
+        (['convert', '--model', 'test_resnet', '--set', 'start=max', '--set', 'start=mean', '--output', '{place}/new'],
+         '--set names start twice'),
         (['convert', '--model', 'test_resnet', '--num-classes', '-3', '--output', '{place}/new'],
          '--num-classes must be positive, or 0 for no classifier, got -3'),
         (['convert', '--model', 'test_resnet', '--pool', 'best', '--output', '{place}/new'], 'solver must be one of'),
@@ -228,9 +231,42 @@ def test_a_converted_directory_is_converted_further(place):
     assert pools['global_pool'].named_weights()['smoothness'].tolist() == pytest.approx([0.6931], rel=1e-3)
 
 
-def test_an_original_of_other_classes(place, saved):
+def test_verify_builds_the_original_that_is_named(place, saved, capsys):
     command = ['verify', '--model', saved, '--images', place / 'images', '--workers', 0]
-    assert run(*command, '--original', 'test_resnet', '--checkpoint', place / 'native.safetensors') == 0
+    checkpoint = ['--checkpoint', place / 'native.safetensors']
+    assert run(*command, '--original', 'test_resnet', *checkpoint) == 0
+    assert run(*command, *checkpoint, '--model-kwargs', 'drop_rate=0.5') == 0  # the network that was converted
+    first, second = capsys.readouterr().out.split('pooling  ')[1:]
+    assert first == second
+    assert run(*command, *checkpoint, '--model-kwargs', 'depth=5') == 1
+    assert 'depth' in capsys.readouterr().err
+    assert run(*command, '--original', saved, *checkpoint) == 1
+    assert 'weights of its own' in capsys.readouterr().err
+
+
+def test_verify_a_registered_model(place, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = timm.create_model('resnet18_rotp_local', num_classes=3)
+    rotp_vision.save_pretrained(model, tmp_path / 'saved')
+    command = ['verify', '--model', tmp_path / 'saved', '--images', place / 'images', '--workers', 0]
+    assert run(*command, '--image-size', 64) == 0
+    shown = capsys.readouterr().out
+    difference = re.search(r'9 images of 64 × 64: .* largest logit difference (\S+)', shown)[1]
+    assert 0 < float(difference) < 0.02
+
+
+def test_the_image_size_of_calibration_is_saved_and_used(place, tmp_path, capsys):
+    command = ['convert', '--model', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
+    calibration = ['--calibrate', place / 'images', '--image-size', 96]
+    assert run(*command, *calibration, '--output', tmp_path / 'new') == 0
+    assert rotp_vision.load_pretrained(tmp_path / 'new').pretrained_cfg['input_size'] == [3, 96, 96]
+    assert run('verify', '--model', tmp_path / 'new', '--images', place / 'images', '--workers', 0) == 0
+    assert '9 images of 96 × 96' in capsys.readouterr().out
+    images = ['--images', place / 'images', '--limit', 1]
+    assert run('visualize', '--model', tmp_path / 'new', *images, '--output', tmp_path / 'a') == 0
+    assert run('visualize', '--model', tmp_path / 'new', *images, '--output', tmp_path / 'b', '--image-size', 160) == 0
+    shapes = [(tmp_path / name / 'index.html').read_text() for name in 'ab']
+    assert shapes[0] != shapes[1]
 
 
 def test_images_are_evenly_spread_and_labels_told_apart(place, tmp_path):

@@ -7,20 +7,20 @@ import timm
 import torch
 
 import rotp_vision
-from rotp_vision.evaluation import counted_places, places_sentence, places_used
+from rotp_vision.evaluation import counted_positions, positions_sentence, positions_used
 from rotp_vision.layers import MAX_POOL, MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, ROTSetPool
 
 MAPS = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 @pytest.mark.parametrize(('options', 'expected'), [(MEAN_POOL, 24.0), (MAX_POOL, 1.0)])
-def test_average_pooling_uses_all_places_and_max_pooling_one(options, expected):
-    used = places_used(GlobalROTPool2d(options).double(), MAPS)
+def test_average_pooling_uses_all_positions_and_max_pooling_one(options, expected):
+    used = positions_used(GlobalROTPool2d(options).double(), MAPS)
     torch.testing.assert_close(used, torch.full((3,), expected, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize('layout', ['NCHW', 'NHWC', 'NLC', 'mixed'])
-def test_places_by_their_definition(layout):
+def test_positions_by_their_definition(layout):
     options = {'solver': 'sinkhorn', 'smoothness': 0.7, 'sample_penalty': 0.1}
     sets = MAPS.flatten(2)
     if layout == 'NLC':
@@ -33,7 +33,7 @@ def test_places_by_their_definition(layout):
         pool = GlobalROTPool2d(options, input_fmt=layout).double()
         maps = MAPS if layout == 'NCHW' else MAPS.permute(0, 2, 3, 1)
         plan = pool.sets(pool.log_plan(maps)).detach()
-    for image, used in enumerate(places_used(pool, maps).tolist()):
+    for image, used in enumerate(positions_used(pool, maps).tolist()):
         total, parts = 0.0, 0.0
         for d in range(5):
             weights = plan[image, d].exp() / plan[image, d].exp().sum()
@@ -45,24 +45,24 @@ def test_places_by_their_definition(layout):
 
 
 def test_maps_without_any_feature_are_averaged():
-    used = places_used(GlobalROTPool2d(), torch.zeros(1, 5, 4, 6))
+    used = positions_used(GlobalROTPool2d(), torch.zeros(1, 5, 4, 6))
     torch.testing.assert_close(used, torch.tensor([24.0]))
 
 
-def test_places_are_counted_in_forward_passes_and_the_model_is_left_as_it_was():
+def test_positions_are_counted_in_forward_passes_and_the_model_is_left_as_it_was():
     model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3)).eval()
-    with torch.no_grad(), counted_places(model) as places:
+    with torch.no_grad(), counted_positions(model) as positions:
         for size in (2, 3):
             model(torch.rand(size, 3, 96, 96))
-    assert [len(used) for used in places.used] == [2, 3]
-    assert places.total == 9
+    assert [len(used) for used in positions.used] == [2, 3]
+    assert positions.total == 9
     assert not model.global_pool._forward_pre_hooks
-    with counted_places(timm.create_model('test_resnet')) as places:
+    with counted_positions(timm.create_model('test_resnet')) as positions:
         pass
-    assert places.used == []
+    assert positions.used == []
 
 
 def test_a_plan_within_a_hundredth_of_uniform_is_called_average_pooling():
-    assert places_sentence(48.9, 49) == 'The plan uses 48.9 of 49 places: the pooling is still average pooling.'
-    assert 'still average' not in places_sentence(48.4, 49)
-    assert places_sentence(12.345, 49).startswith('The plan uses 12.3 of 49 places; ')
+    assert positions_sentence(48.9, 49) == 'The plan uses 48.9 of 49 positions: the pooling is still average pooling.'
+    assert 'still average' not in positions_sentence(48.4, 49)
+    assert positions_sentence(12.345, 49).startswith('The plan uses 12.3 of 49 positions; ')

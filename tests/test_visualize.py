@@ -12,7 +12,7 @@ from torch import nn
 
 import rotp_vision
 from rotp_vision.layers import MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, ROTSetPool
-from rotp_vision.visualize import evidence, plot_looked, plot_plans, plot_weights, pool_maps, save_figure, visualize
+from rotp_vision.visualize import evidence, plot_looked, plot_weights, pool_maps, visualize
 
 CHANNELS, CLASSES = 6, 4
 
@@ -239,23 +239,6 @@ def test_a_flat_plan_looks_flat_and_the_scale_is_the_same_in_every_picture():
             # How much is seen of the colours: nothing of them where all places weigh the same.
             assert (layer.max() < 0.01) == (weight is not sharp)
     assert scales[0] == scales[1] == (0, 4)
-
-
-def test_plans_over_training(tmp_path):
-    plans = [torch.rand(8, 5, generator=torch.Generator().manual_seed(i)).requires_grad_() for i in range(3)]
-    figure = plot_plans(plans, ['epoch 0', 'epoch 5', 'epoch 10'])
-    panels = [axes for axes in figure.axes if axes.get_title()]
-    assert [axes.get_title() for axes in panels] == ['epoch 0', 'epoch 5', 'epoch 10']
-    for axes, plan in zip(panels, plans, strict=True):
-        (image,) = axes.images
-        assert (image.get_array() == plan.detach().numpy()).all()
-        assert image.get_clim() == (0, pytest.approx(max(p.max().item() for p in plans)))
-    save_figure(figure, tmp_path / 'plans.png')
-    assert Image.open(tmp_path / 'plans.png').width > 300
-    with pytest.raises(ValueError, match='got 3 and 1'):
-        plot_plans(plans, ['epoch 0'])
-    with pytest.raises(ValueError, match=r'plans must have shape \(D, N\)'):
-        plot_plans([plans[0][0]], ['epoch 0'])
 
 
 def test_weights_over_epochs(tmp_path):

@@ -110,7 +110,7 @@ def calibrate(
     rows = {name: _row(name, judged, average, average_gain) for name, judged in (peers | tried).items()}
     best, chosen = average_gain, None
     for name, judged in tried.items():
-        if _is_better(judged, best, metric) and not exceeds(average.right, judged.right):
+        if is_better(judged, best, metric) and not exceeds(average.right, judged.right):
             best, chosen = judged, rows[name]
     helps = average_gain.loss.mean() < average.loss.mean()
     mean = Setting(pool.options.feature_scale, MEAN_START[pool.options.feature_scale])
@@ -211,7 +211,8 @@ def _row(name: str, judged: Judged, average: Judged, average_gain: Judged) -> Ro
     )
 
 
-def _is_better(ours: Judged, theirs: Judged, metric: Metric) -> bool:
+def is_better(ours: Judged, theirs: Judged, metric: Metric) -> bool:
+    """Whether the loss is lower by a standard error plus 0.001, or top-1 higher by a standard error."""
     return exceeds(ours.right, theirs.right) if metric == 'top1' else exceeds(theirs.loss - _MIN_GAIN, ours.loss)
 
 

@@ -1,11 +1,9 @@
-"""Pictures of what a pooling does: how it weighs places, what speaks for a class, and how its weights learn."""
+"""Pictures of a pooling: the weight of each position, the evidence for a class, and the weights over epochs."""
 
 from rotp_vision.extras import of_extra
 
 with of_extra('train'):
-    from rotp_vision.visualize.draw import displayed, plot_looked
-    from rotp_vision.visualize.figures import save_figure
-    from rotp_vision.visualize.history import plot_plans, plot_weights
+    from rotp_vision.visualize.draw import displayed, plot_looked, plot_weights, save_figure
     from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
     from rotp_vision.visualize.page import visualize
 
@@ -15,7 +13,6 @@ __all__ = [
     'displayed',
     'evidence',
     'plot_looked',
-    'plot_plans',
     'plot_weights',
     'pool_maps',
     'save_figure',

@@ -1,4 +1,4 @@
-"""Maps of a global ROT pool: the weight of each place, and what each place contributes to the logit of a class."""
+"""Maps of a global ROT pool: the weight of each position, and its contribution to the logit of a class."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,19 +13,19 @@ from rotp_vision.surgery.multi_scale import MultiScale
 
 
 class PoolMaps(NamedTuple):
-    """Weights and contributions of the places of B images in the global ROT pool of a model, on its (h, w) grid."""
+    """Weights and contributions of the positions of B images in the global ROT pool of a model, on its (h, w) grid."""
 
     path: str  # of the pool in the model
     logits: Tensor  # (B, classes), what the model returns
     weight: Tensor  # (B, h, w) Σ_d c_d P(n|d), c_d = |f_d| / Σ_d |f_d|: 1 / N everywhere for average pooling
-    contributions: Tensor  # (B, D, h, w) g_d x_dn P(n|d), whose sum over places is the pooled feature
+    contributions: Tensor  # (B, D, h, w) g_d x_dn P(n|d), whose sum over positions is the pooled feature
     average: Tensor  # (B, D, h, w) x_dn / N, the contributions under average pooling
     classifier: nn.Linear | nn.Conv2d | None  # the linear layer that reads the pooled features and gives the logits
     obstacle: str  # why `classifier` is None; '' if it is not
 
 
 class Evidence(NamedTuple):
-    """What each place contributes to the logit of a class; `rotp` sums to that logit minus `bias`."""
+    """Contributions of the positions to the logit of a class; `rotp` sums to that logit minus `bias`."""
 
     class_index: Tensor  # (B,)
     bias: Tensor  # (B,)
@@ -42,7 +42,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
         images: (B, 3, H, W) of any size the model takes, normalised.
     """
     if isinstance(model, MultiScale):
-        raise ValueError('the places of several views do not form one map; draw those of `model.model`')
+        raise ValueError('the positions of several sizes do not form one map; draw those of `model.model`')
     path, pool = find_any_global_pool(model)
     ran, logits = run_layers(model, (images,))
     index = next((i for i, call in enumerate(ran) if call.module is pool), None)
@@ -93,12 +93,12 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
 
 
 def evidence(maps: PoolMaps, class_index: int | Sequence[int] | Tensor | None = None) -> Evidence:
-    """What each place contributes to the logit of a class, by the linear classifier w right after the pool.
+    """The contribution of each position to the logit of a class, by the linear classifier w right after the pool.
 
         E_n = Σ_d w_d g_d x_dn P(n|d),   Σ_n E_n = logit - bias
 
     Args:
-        maps: what `pool_maps` returned.
+        maps: the result of `pool_maps`.
         class_index: one class for all images, or one per image; None for the predicted one.
 
     Raises:

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from rotp_vision.files import write_atomically
 from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
-from rotp_vision.visualize.draw import EVIDENCE_COLOURS, displayed, overlay, overlay_weight
-from rotp_vision.visualize.figures import to_pixels, to_png
-from rotp_vision.visualize.history import SYMBOLS
+from rotp_vision.visualize.draw import (
+    EVIDENCE_COLOURS,
+    SYMBOLS,
+    displayed,
+    overlay,
+    overlay_weight,
+    to_pixels,
+    to_png,
+)
 from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
 
 
@@ -32,7 +38,7 @@ def visualize(
     data_config: Mapping[str, Any] | None = None,
     total: int | None = None,
 ) -> list[Path]:
-    """Draw, for every image, the weight of each place and its contribution to a class, compared to average pooling.
+    """Draw, for every image, the weight of each position and its contribution to a class, beside average pooling.
 
     This writes `sheet.png`, all images on one sheet, and `index.html`, a page that needs no other file, into `output`.
     Where no linear classifier follows the pool, the evidence maps are left out and the page says why.
@@ -102,10 +108,10 @@ def _draw_row(
     panels = figure.subplots(1, num_panels)
     predicted = int(maps.logits[0].argmax())
     panels[0].imshow(image)
-    # parse_math is off because a $ in a name does not begin a formula.
+    # parse_math is off because a $ in a name is no formula.
     panels[0].set_title(f'{_short(title)}\npredicted: {_class_name(predicted, names)}', fontsize=9, parse_math=False)
-    places = ' × '.join(str(size) for size in maps.weight[0].shape)
-    panels[1].set_title(f'weight of a place ({places})\n1 = as average pooling', fontsize=9)
+    grid = ' × '.join(str(size) for size in maps.weight[0].shape)
+    panels[1].set_title(f'weight of a position ({grid})\n1 = as average pooling', fontsize=9)
     bars = [(panels[1], overlay_weight(panels[1], image, maps.weight[0]), 'max')]
     if found is not None:
         bias, name = float(found.bias[0]), _class_name(int(found.class_index[0]), names)
@@ -165,7 +171,7 @@ def _page(maps: PoolMaps, pool: ROTPool, sections: Sequence[str], drawn: str) ->
         explanation = f'No evidence maps: {html.escape(maps.obstacle)}.'
     else:
         explanation = (
-            'The evidence maps show what each place adds to the logit of a class, red for it and blue against it; '
+            'The evidence maps show what each position adds to the logit of a class, red for it and blue against it; '
             'their sum plus the bias is the logit. The two maps of an image share one scale. The map of average '
             'pooling is that of the same network with average pooling in place of the pool.'
         )
@@ -181,7 +187,7 @@ th, td {{ padding: .15rem 1.5rem .15rem 0; border-bottom: 1px solid #ddd; font-v
 <h1>Weights and evidence of {html.escape(maps.path)}</h1>
 <p><code>{html.escape(type(pool).__name__)}({html.escape(pool.extra_repr())})</code></p>
 <table>{weights}</table>
-<p>The first map shows the weight of each place in the average, itself averaged over the features by the size of the
+<p>The first map shows the weight of each position in the average, itself averaged over the features by the size of the
 pooled feature. 1 is the weight under average pooling; orange is more, purple is less, on one scale in all pictures.
 {explanation} {drawn}</p>
 {''.join(sections)}
@@ -190,7 +196,7 @@ pooled feature. 1 is the weight under average pooling; orange is more, purple is
 
 
 def _values(value: Tensor) -> str:
-    """A weight as text: one value per module, or the range of many."""
+    """A weight as text: its values, or their range if there are many."""
     values = value.flatten().tolist()
     if len(values) > 16:
         return f'{min(values):.4g} … {max(values):.4g} ({len(values)} values)'
