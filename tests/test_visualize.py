@@ -255,7 +255,7 @@ def test_weights_over_epochs(tmp_path):
     assert [list(line.get_ydata()) for line in panels['gain'].lines] == [[1.0, 2.0, 3.0]]
 
     table = tmp_path / 'weights.csv'
-    table.write_text('epoch,weight,module,value\n1,head.pool.step,0,0.5\n2,head.pool.step,0,0.7\n')
+    table.write_text('epoch,weight,iteration,value\n1,head.pool.step,0,0.5\n2,head.pool.step,0,0.7\n')
     (axes,) = plot_weights(table).axes
     assert axes.get_title() == 'ρ, step\nhead.pool'
     assert axes.lines[0].get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]

@@ -92,7 +92,7 @@ def plot_weights(history: Sequence[Mapping[str, Tensor]] | str | Path) -> Figure
 
     Args:
         history: the results of `ROTPool.named_weights` after each epoch; or a CSV file with the columns epoch, weight
-            (path of the layer, a dot and the name), module (the iteration) and value. A gain per channel is drawn as
+            (path of the layer, a dot and the name), iteration and value. A gain per channel is drawn as
             its mean.
     """
     lines = _lines_of_file(Path(history)) if isinstance(history, (str, Path)) else _lines(history)
@@ -131,11 +131,11 @@ def _lines_of_file(path: Path) -> Lines:
     lines: Lines = {}
     with path.open(encoding='utf-8', newline='') as file:
         reader = csv.DictReader(file)
-        missing = {'epoch', 'weight', 'module', 'value'} - set(reader.fieldnames or ())
+        missing = {'epoch', 'weight', 'iteration', 'value'} - set(reader.fieldnames or ())
         if missing:
-            raise ValueError(f'{path} must have the columns epoch, weight, module and value; missing {sorted(missing)}')
+            raise ValueError(f'{path} must have the columns epoch, weight, iteration and value; missing {sorted(missing)}')
         for row in reader:
-            line = lines.setdefault((row['weight'], int(row['module'])), [])
+            line = lines.setdefault((row['weight'], int(row['iteration'])), [])
             line.append((float(row['epoch']), float(row['value'])))
     return lines
 
