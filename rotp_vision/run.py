@@ -1,7 +1,7 @@
-"""Run somebody else's script with the ROTP models registered: `python -m rotp_vision.run train.py …`.
+"""Run a script with the ROTP models registered in timm: `python -m rotp_vision.run SCRIPT …`.
 
-A timm model exists once the module that registers it was imported; scripts that do not import rotp_vision, such as
-timm's own train.py and validate.py, learn of it this way. Also by torchrun: `torchrun … -m rotp_vision.run train.py …`.
+Scripts that do not import rotp_vision, such as timm's train.py and validate.py, can use the models this way. It also
+works with torchrun: `torchrun … -m rotp_vision.run train.py …`.
 """
 
 import os
@@ -17,7 +17,7 @@ def main():
     sys.argv = sys.argv[1:]
     if not os.path.exists(sys.argv[0]):
         raise SystemExit(f'python -m rotp_vision.run: there is no script {sys.argv[0]}')
-    # As `python SCRIPT` does, so that a script finds the modules beside it.
+    # Like `python SCRIPT`, so that the script can import modules beside it.
     sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
     runpy.run_path(sys.argv[0], run_name='__main__')
 

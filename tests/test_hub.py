@@ -147,7 +147,9 @@ def test_torchvision_and_registered_models(tmp_path):
     model = convert(torchvision.models.resnet18(num_classes=4), where='all').eval()
     save_pretrained(model, tmp_path / 'tv', base='torchvision:resnet18')
     assert torch.equal(load_pretrained(tmp_path / 'tv')(x), model(x))
-    ours = timm.create_model('resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', feature_scale='log')).eval()
+    ours = timm.create_model(
+        'resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', feature_scale='log')
+    ).eval()
     save_pretrained(ours, tmp_path / 'ours')
     assert torch.equal(load_pretrained(tmp_path / 'ours')(x), ours(x))
 
@@ -213,7 +215,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
         raise OSError(28, 'No space left on device')
 
     with monkeypatch.context() as patch:
-        patch.setattr(rotp_vision.hub, 'save_config_for_hf', full_disk)
+        patch.setattr(rotp_vision.hub.save, 'save_config_for_hf', full_disk)
         with pytest.raises(OSError, match='No space left'):
             save_pretrained(model, directory, force=True)
     assert os.listdir(tmp_path) == ['out']
@@ -331,7 +333,7 @@ def test_an_own_network_comes_back_through_the_callable_that_builds_it(tmp_path,
     assert torch.equal(load_pretrained(tmp_path / 'out', base=base)(x), model(x))
     assert f'base={base.__name__})  # tests.test_hub:{base.__name__}' in (tmp_path / 'out' / 'README.md').read_text()
     for load in (load_pretrained, lambda path: timm.create_model(f'local-dir:{path}', pretrained=True)):
-        with pytest.raises(ValueError, match=r'your own network, give it: .*base=YourNetwork'):
+        with pytest.raises(ValueError, match=r'your own network, .*base=YourNetwork'):
             load(tmp_path / 'out')
     with pytest.raises(ValueError, match='do not fit'):
         load_pretrained(tmp_path / 'out', base=base, width=6)
@@ -366,7 +368,12 @@ def test_the_card_says_what_it_is_and_what_it_needs(tmp_path):
     model.pretrained_cfg |= {'license': 'cc-by-4.0', 'hf_hub_id': 'timm/test'}
     text = (save_pretrained(model, tmp_path / 'out', metrics={'top-1 %': 76.1}) / 'README.md').read_text()
     front = yaml.safe_load(text.split('---')[1])
-    assert front == {'library_name': 'rotp_vision', 'tags': ['image-classification', 'rotp_vision']}
+    assert (front['library_name'], front['pipeline_tag'], front['base_model']) == (
+        'rotp_vision',
+        'image-classification',
+        'timm/test',
+    )
+    assert front['model-index'][0]['results'][0]['metrics'] == [{'type': 'top-1 %', 'value': 76.1}]
     assert 'needs the package rotp_vision' in text
     assert f"rotp_vision.load_pretrained('{tmp_path / 'out'}')" in text
     assert '| smoothness | 3 |' in text

@@ -47,11 +47,9 @@ def test_the_models_are_registered_whichever_is_imported_first():
     python(
         'import sys\n'
         'import rotp_vision\n'
-        "assert 'timm' not in sys.modules and 'torchvision' not in sys.modules\n"
         'from rotp_vision.surgery import convert\n'
         'import timm\n'
         "assert timm.is_model('resnet18_rotp') and timm.is_model('rotp_converted')\n"
-        "assert 'rotp_vision.hub' not in sys.modules\n"
         "missing = {'matplotlib', 'rich', 'accelerate', 'datasets', 'jsonargparse'} & set(sys.modules)\n"
         'assert not missing, missing\n'
         'import rotp_vision.cli\n'
@@ -85,7 +83,7 @@ def test_one_version_everywhere():
     changelog = (ROOT / 'CHANGELOG.md').read_text('utf-8')
     version, date = re.search(r'^## (\S+) \((.*)\)$', changelog, re.MULTILINE).groups()
     assert version == rotp_vision.__version__
-    assert re.fullmatch(r'\d{4}-\d\d-\d\d', date)
+    assert re.fullmatch(r'\d{4}-\d\d-\d\d|unreleased', date)
 
 
 def test_a_plain_install_is_light():

@@ -20,10 +20,10 @@ from rotp_vision.cli import main
 from rotp_vision.images import FORMATS, UnreadableImage, open_image
 from rotp_vision.training.checkpoint import Progress, save_checkpoint
 from rotp_vision.training.config import DataConfig, ModelConfig, PoolConfig, RunConfig
-from rotp_vision.training.data import TrainImages, ValImages, transforms
+from rotp_vision.data.loading import TrainImages, ValImages, transforms
 from rotp_vision.training.finish import export
 from rotp_vision.training.model import build_model, load_for_evaluation
-from rotp_vision.training.sources import FolderSource
+from rotp_vision.data.sources import FolderSource
 
 
 class Touches:
@@ -41,7 +41,7 @@ def evil(tmp_path, monkeypatch):
     """A pickle of weights that runs code, read by a timm that lets it."""
     load = timm.models.load_state_dict
     by_default = partial(load, weights_only=False)
-    monkeypatch.setattr(hub, 'load_state_dict', by_default)
+    monkeypatch.setattr(hub.weights, 'load_state_dict', by_default)
     monkeypatch.setattr('timm.models._helpers.load_state_dict', by_default)
     monkeypatch.setattr('timm.models._builder.load_state_dict', by_default)
     from_path = timm.models._hub.load_state_dict_from_path

@@ -30,6 +30,8 @@ from rotp_vision.surgery.pools import (
 
 # The name under which timm saves a converted model and builds it again.
 CONVERTED = 'rotp_converted'
+# The version of the description that `recipe` makes; rotp_vision 0.2 wrote none.
+FORMAT = 1
 # The mask argument (B, N) of timm's models for images of any shape: True where a patch exists.
 MASK = 'patch_valid'
 # The mode that `train` or `eval` last set on a frozen model.
@@ -292,7 +294,8 @@ def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[st
     pools = rot_pools(model)
     folded = [path for path, pool in pools.items() if pool.gain_folded]
     options = {path: pool.options.to_dict() for path, pool in pools.items()}
-    return {'base': base, 'base_args': dict(base_args), 'pools': options} | ({'folded': folded} if folded else {})
+    made = {'format': FORMAT, 'base': base, 'base_args': dict(base_args), 'pools': options}
+    return made | ({'folded': folded} if folded else {})
 
 
 def recorded_arguments(model: nn.Module) -> dict[str, Any]:
@@ -305,9 +308,9 @@ def _converted_arguments(self: nn.Module) -> dict[str, Any]:
 
 
 def _record_arguments(self: nn.Module, arguments: Mapping[str, Any]):
-    own = {'base', 'base_args', 'pools', 'folded'} | (
-        {'global_pool'} if arguments.get('global_pool') == 'rotp' else set()
-    )
+    own = {'format', 'base', 'base_args', 'pools', 'folded'}
+    if arguments.get('global_pool') == 'rotp':
+        own.add('global_pool')
     native = {name: value for name, value in arguments.items() if name not in own}
     vars(self)['_model_args'] = vars(self).get('_model_args', {}) | native
 

@@ -317,5 +317,3 @@ def _alike(before: Any, after: Any) -> bool:
             if a.shape != b.shape or not torch.allclose(a, b, rtol=0, atol=tolerance * bound, equal_nan=True):
                 return False
     return True
-
-

@@ -158,7 +158,9 @@ def test_every_parameter_learns_with_grad_checkpointing():
 
 def test_weight_decay_exempts_the_pooling_weights_but_not_matrices_of_its_prior():
     model = small(rotp={'prior': 'attention', 'prior_width': 8})
-    decayed = {id(p) for group in param_groups_weight_decay(model, 0.1) if group['weight_decay'] for p in group['params']}
+    decayed = {
+        id(p) for group in param_groups_weight_decay(model, 0.1) if group['weight_decay'] for p in group['params']
+    }
     pool = model.global_pool
     assert decayed.isdisjoint(map(id, [*pool.weights.parameters(), *pool.gain.parameters()]))
     assert id(pool.prior.sample_hidden.weight) in decayed

@@ -42,7 +42,7 @@ def converted(name: str = 'resnet', **kwargs):
 
 @pytest.mark.parametrize('name', NETWORKS)
 def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
-    """The input of the pool is that of each size, one after the other, times the gain of its view."""
+    """The input of the pool is that of each size, one after the other, times its gain."""
     model = converted(name)
     made = multi_scale(model, (64, 96), crop_pct=(1, 1))
     made.gain.set([1.5, 0.5])
@@ -69,7 +69,7 @@ def test_the_maps_of_all_sizes_are_pooled_as_one_set(name):
     handle.remove()
 
 
-def test_views_of_your_own():
+def test_images_of_your_own():
     made = multi_scale(converted(), (64, 96))
     crops = [x[..., :64, :64], x[..., 32:, 32:]]
     assert torch.equal(made(made.resized(x)), made(x))
@@ -78,7 +78,7 @@ def test_views_of_your_own():
         made([*crops, x])
 
 
-def test_views_are_cut_out_of_one_image():
+def test_all_sizes_are_cut_out_of_one_image():
     """Each shows its share of the image about the centre; what need not be downscaled is not touched."""
     made = multi_scale(converted(), (48, 96), crop_pct=(0.5, 1.0))
     small, large = made.resized(x)
@@ -89,7 +89,7 @@ def test_views_are_cut_out_of_one_image():
 
 
 def test_no_view_is_upscaled():
-    """Where a smaller view shows more than the largest one, the image is larger than that."""
+    """Where a smaller size shows more than the largest one, the image is larger than that."""
     made = multi_scale(converted(), (96, 64), crop_pct=(0.75, 1.0))
     config = resolve_model_data_config(made)
     assert (config['input_size'], config['crop_pct']) == ((3, 128, 128), 1.0)
@@ -101,7 +101,7 @@ def test_no_view_is_upscaled():
 
 def test_rectangles_keep_their_proportions():
     made = multi_scale(converted(), (64, 96))
-    assert [tuple(view.shape[2:]) for view in made.resized(x.repeat(1, 1, 1, 2))] == [(64, 128), (96, 192)]
+    assert [tuple(image.shape[2:]) for image in made.resized(x.repeat(1, 1, 1, 2))] == [(64, 128), (96, 192)]
 
 
 def test_images_come_at_the_largest_size():
@@ -111,13 +111,13 @@ def test_images_come_at_the_largest_size():
     assert made.crop_pct == (own, 1.0)
     config = resolve_model_data_config(made)
     assert (config['input_size'], config['crop_pct']) == ((3, 96, 96), 1.0)
-    with pytest.raises(ValueError, match=r'a shorter side of 96, .* or be a list of views, got 64 × 64'):
+    with pytest.raises(ValueError, match=r'a shorter side of 96, .* or be a list of batches, got 64 × 64'):
         made(x[..., :64, :64])
 
 
 @pytest.fixture(scope='module')
 def photos(tmp_path_factory):
-    """Eight photos of five classes in folders, each larger than the views."""
+    """Eight photos of five classes in folders, each larger than the sizes."""
     root = tmp_path_factory.mktemp('photos')
     random = np.random.default_rng(0)
     for i in range(10):
@@ -137,13 +137,13 @@ def test_the_transform_makes_each_view_from_the_photo(photos):
         ImageFiles(photos, create_transform(**config | {'input_size': (3, size, size), 'crop_pct': crop}))
         for size, crop in ((64, 0.8), (96, 1.0))
     ]
-    for view, one in zip(images[3][0], alone, strict=True):
-        assert torch.equal(view, one[3][0])
+    for image, one in zip(images[3][0], alone, strict=True):
+        assert torch.equal(image, one[3][0])
     loader = DataLoader(images, batch_size=5, num_workers=1)
     batch, _ = next(iter(loader))
     assert [tuple(view.shape) for view in batch] == [(5, 3, 64, 64), (5, 3, 96, 96)]
     assert calibrate(made, loader).num_images == 10
-    result = compare(model, made, loader, labelled=True)  # a network without views sees the first
+    result = compare(model, made, loader, labelled=True)  # a network of one size gets the first
     with torch.no_grad():
         logits = torch.cat([model(small) for small, _ in DataLoader(alone[0], batch_size=5)])
     loss = F.cross_entropy(logits, torch.tensor([label for _, label in alone[0]]))
@@ -151,27 +151,29 @@ def test_the_transform_makes_each_view_from_the_photo(photos):
     assert result.average_gain is not None
 
 
-def test_verify_takes_the_views_of_photos(photos, tmp_path, capsys, monkeypatch):
+def test_verify_reads_each_size_from_the_photo(photos, tmp_path, capsys, monkeypatch):
     made = multi_scale(converted(), (64, 96))
     save_pretrained(made, tmp_path / 'two')
     sizes = []
-    monkeypatch.setattr(MultiScale, 'resized', lambda *_: pytest.fail('one image instead of views'))
+    monkeypatch.setattr(MultiScale, 'resized', lambda *_: pytest.fail('one image instead of a list'))
     forward = MultiScale.forward
-    monkeypatch.setattr(MultiScale, 'forward', lambda self, x: sizes.append([v.shape[-1] for v in x]) or forward(self, x))
+    monkeypatch.setattr(
+        MultiScale, 'forward', lambda self, x: sizes.append([v.shape[-1] for v in x]) or forward(self, x)
+    )
     main(['verify', '--model', str(tmp_path / 'two'), '--images', str(photos), '--workers', '0'])
     assert 'top-1' in capsys.readouterr().out
     assert [64, 96] in sizes
 
 
-def test_what_cannot_have_views():
+def test_what_cannot_be_multi_scale():
     with pytest.raises(ValueError, match=r'must have one global ROT pool, got 0; rotp_vision.convert\(model\) makes'):
         multi_scale(timm.create_model('test_resnet'))
-    with pytest.raises(ValueError, match='must have forward_features and forward_head, as those of timm'):
+    with pytest.raises(ValueError, match='must have forward_features and forward_head, as timm models'):
         multi_scale(convert(torchvision.models.resnet18()))
     fixed = timm.create_model('vit_tiny_patch16_224', global_pool='avg', depth=1, img_size=64)
     with pytest.raises(ValueError, match=r'does not take images of 96 × 96 .* dynamic_img_size=True'):
         multi_scale(convert(fixed), (64, 96))
-    with pytest.raises(ValueError, match='has views already'):
+    with pytest.raises(ValueError, match='multi-scale already'):
         multi_scale(multi_scale(converted(), (64, 96)), (64, 96))
     for sizes in ((64,), 64, '64'):
         with pytest.raises(ValueError, match='at least two sides'):
@@ -247,7 +249,7 @@ def test_calibrate():
     assert f'sizes times 1, {gains[1]:.2g}' in str(report)
 
 
-def test_calibrate_reads_views_of_your_own():
+def test_calibrate_reads_images_of_your_own():
     made = multi_scale(convert(Peaks(), example_input=torch.rand(2, 4, 8, 8)), (8, 16), crop_pct=(1, 1))
     images, targets = two_sizes(64, 0)
     report = calibrate(copy.deepcopy(made), [(images, targets)])
@@ -291,7 +293,7 @@ def test_saved_and_loaded(tmp_path, name):
     other = timm.create_model(f'local-dir:{tmp_path / "one"}', pretrained=True, num_classes=2)
     assert other(x).shape == (2, 2)
     assert other.gain().tolist() == pytest.approx([1.5, 0.5])
-    with pytest.raises(ValueError, match='several views'):
+    with pytest.raises(ValueError, match='several sizes'):
         timm.create_model(f'local-dir:{tmp_path / "one"}', pretrained=True, features_only=True)
 
 
