@@ -4,7 +4,7 @@ import argparse
 import ast
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -57,111 +57,96 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser('rotp-vision', description='Regularized optimal transport pooling for networks.')
     commands = parser.add_subparsers(dest='command', required=True)
 
-    command = commands.add_parser('convert', help='replace the pooling of a network and save the result')
-    _add_source(command)
-    command.add_argument('--random-weights', action='store_true', help='convert a network with random weights')
-    command.add_argument(
-        '--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`"
-    )
-    command.add_argument(
-        '--set',
-        action='append',
-        default=[],
-        metavar='NAME=VALUE',
-        help='another option: --set feature_scale=log --set step=5',
-    )
-    command.add_argument('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
-    command.add_argument('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
-    command.add_argument('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
-    _add_image_size(command, 'side of the images that the network is for; goes with --calibrate')
-    command.add_argument('--output', required=True, help='directory to write (model.safetensors and config.json)')
-    command.add_argument('--force', action='store_true', help='overwrite an existing output')
-    command.set_defaults(run=_convert)
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Callable[..., argparse.Action]:
+        added = commands.add_parser(name, help=text)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    command = commands.add_parser('inspect', help='list the pools of a network, and their weights')
-    _add_source(command)
-    command.set_defaults(run=_inspect)
+    add = command('convert', _convert, 'replace the pooling of a network and save the result')
+    _add_source(add)
+    add('--random-weights', action='store_true', help='convert a network with random weights')
+    add('--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`")
+    text = 'another option: --set feature_scale=log --set step=5'
+    add('--set', action='append', default=[], metavar='NAME=VALUE', help=text)
+    add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
+    add('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
+    add('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
+    _add_image_size(add, 'side of the images that the network is for; goes with --calibrate')
+    _add_output(add, 'directory to write (model.safetensors and config.json)')
 
-    command = commands.add_parser('revert', help='restore the native network of a converted one')
-    command.add_argument('--model', required=True, help='directory that `convert` wrote')
-    command.add_argument('--output', required=True, help='file to write (.safetensors)')
-    command.add_argument('--force', action='store_true', help='overwrite an existing output')
-    command.set_defaults(run=_revert)
+    add = command('inspect', _inspect, 'list the pools of a network, and their weights')
+    _add_source(add)
 
-    command = commands.add_parser('verify', help='compare a converted network with the original on images')
-    command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
-    command.add_argument('--images', required=True, help='folder of images, in class folders for accuracies')
-    command.add_argument('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
-    command.add_argument('--checkpoint', help='weights of the original')
-    _add_model_kwargs(command, 'arguments of the original: img_size=256')
-    _add_image_size(command)
-    command.add_argument('--limit', type=int, help='use only so many images')
-    _add_loading(command)
-    command.set_defaults(run=_verify)
+    add = command('revert', _revert, 'restore the native network of a converted one')
+    add('--model', required=True, help='directory that `convert` wrote')
+    _add_output(add, 'file to write (.safetensors)')
 
-    command = commands.add_parser('probe', help='fit a classifier of your own images, with the pooling that suits them')
-    _add_source(command)
-    command.add_argument('--data', required=True, help='folder of class folders with images, or a parquet file of them')
-    command.add_argument(
-        '--group-by', metavar='COLUMN', help="keep images together that have this in common; of a folder: 'folder'"
-    )
-    command.add_argument('--label', default='label', metavar='COLUMN', help='classes in a parquet file')
-    _add_image_size(command)
-    command.add_argument(
-        '--train', action='store_true', help='then train pooling and classifier together, if that helps'
-    )
-    command.add_argument('--folds', type=int, default=5, help='of the cross-validation')
-    command.add_argument(
-        '--output', required=True, help='directory to write (model.safetensors, config.json, probe.md)'
-    )
-    command.add_argument(
-        '--cache', metavar='DIRECTORY', help='keep the maps here; by default they are removed at the end'
-    )
-    command.add_argument('--force', action='store_true', help='overwrite an existing output')
-    _add_loading(command)
-    command.set_defaults(run=_probe)
+    add = command('verify', _verify, 'compare a converted network with the original on images')
+    add('--model', required=True, help='directory that `convert` or training wrote')
+    add('--images', required=True, help='folder of images, in class folders for accuracies')
+    add('--original', metavar='NAME_OR_DIRECTORY', help='by default the same network, reverted')
+    add('--checkpoint', help='weights of the original')
+    _add_model_kwargs(add, 'arguments of the original: img_size=256')
+    _add_image_size(add)
+    add('--limit', type=int, help='use only so many images')
+    _add_loading(add)
 
-    command = commands.add_parser('visualize', help='draw the weight of each place, and what it contributes to a class')
-    command.add_argument('--model', required=True, help='directory that `convert` or training wrote')
-    command.add_argument('--images', required=True, nargs='+', help='image files, or folders of them')
-    command.add_argument(
-        '--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one'
-    )
-    _add_image_size(command)
-    command.add_argument('--limit', type=int, default=16, help='draw only so many of each folder, of every class')
-    command.add_argument('--output', required=True, help='directory for sheet.png and index.html')
-    command.set_defaults(run=_visualize)
+    add = command('probe', _probe, 'fit a classifier of your own images, with the pooling that suits them')
+    _add_source(add)
+    add('--data', required=True, help='folder of class folders with images, or a parquet file of them')
+    text = "keep images together that are equal in this column; in a folder: 'folder'"
+    add('--group-by', metavar='COLUMN', help=text)
+    add('--label', default='label', metavar='COLUMN', help='classes in a parquet file')
+    _add_image_size(add)
+    add('--train', action='store_true', help='then train pooling and classifier together, if that helps')
+    add('--folds', type=int, default=5, help='of the cross-validation')
+    add('--cache', metavar='DIRECTORY', help='keep the maps here; by default they are removed at the end')
+    _add_output(add, 'directory to write (model.safetensors, config.json, probe.md)')
+    _add_loading(add)
+
+    add = command('visualize', _visualize, 'draw the weight of each position, and its contribution to a class')
+    add('--model', required=True, help='directory that `convert` or training wrote')
+    add('--images', required=True, nargs='+', help='image files, or folders of them')
+    add('--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one')
+    _add_image_size(add)
+    add('--limit', type=int, default=16, help='draw at most so many images of each folder, from all classes')
+    add('--output', required=True, help='directory for sheet.png and index.html')
 
     commands.add_parser('train', help='train in two stages, by `train_imagenet.py`; see `rotp-vision train --help`')
     return parser
 
 
-def _add_source(command: argparse.ArgumentParser):
-    command.add_argument(
-        '--model', required=True, help="timm's name, 'torchvision:NAME', 'hf-hub:ID', or a directory of `convert`"
-    )
-    command.add_argument('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
-    command.add_argument('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
-    command.add_argument('--num-classes', type=int, help='number of classes, if not the default')
-    _add_model_kwargs(command, 'further arguments of the network: global_pool=avg img_size=256')
+def _add_source(add: Callable[..., Any]):
+    text = "timm's name, 'torchvision:NAME', 'hf-hub:ID', or a directory of `convert`"
+    add('--model', required=True, help=text)
+    add('--checkpoint', help='weights: .safetensors, .pth or .pth.tar (tensors only)')
+    add('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
+    add('--num-classes', type=int, help='number of classes, if not the default')
+    _add_model_kwargs(add, 'further arguments of the network: global_pool=avg img_size=256')
 
 
-def _add_model_kwargs(command: argparse.ArgumentParser, text: str):
-    command.add_argument('--model-kwargs', nargs='+', default=[], metavar='NAME=VALUE', help=text)
+def _add_model_kwargs(add: Callable[..., Any], text: str):
+    add('--model-kwargs', nargs='+', default=[], metavar='NAME=VALUE', help=text)
 
 
-def _add_image_size(command: argparse.ArgumentParser, text: str = "side of the images, if not the network's own"):
-    command.add_argument('--image-size', type=int, metavar='PIXELS', help=text)
+def _add_image_size(add: Callable[..., Any], text: str = "side of the images, if not the network's own"):
+    add('--image-size', type=int, metavar='PIXELS', help=text)
 
 
-def _add_loading(command: argparse.ArgumentParser):
-    command.add_argument('--batch-size', type=int, default=32)
-    command.add_argument('--workers', type=int, default=2)
-    command.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+def _add_output(add: Callable[..., Any], text: str):
+    add('--output', required=True, help=text)
+    add('--force', action='store_true', help='overwrite an existing output')
 
 
-def _load(args: argparse.Namespace) -> nn.Module:
-    """The network that `--model` and the arguments beside it describe, in eval mode."""
+def _add_loading(add: Callable[..., Any]):
+    add('--batch-size', type=int, default=32)
+    add('--workers', type=int, default=2)
+    mps = 'mps' if torch.backends.mps.is_available() else 'cpu'
+    add('--device', default='cuda' if torch.cuda.is_available() else mps)
+
+
+def _load(args: argparse.Namespace, **known: Any) -> nn.Module:
+    """The network that `--model` and the arguments beside it describe, in eval mode; `known` are arguments of it."""
     if Path(args.model).is_dir():
         if args.checkpoint or args.pretrained or args.num_classes is not None or args.model_kwargs:
             raise ValueError(
@@ -171,7 +156,7 @@ def _load(args: argparse.Namespace) -> nn.Module:
         return load_pretrained(args.model)
     if args.num_classes is not None and args.num_classes < 0:
         raise ValueError(f'--num-classes must be positive, or 0 for no classifier, got {args.num_classes}')
-    kwargs = _model_kwargs(args)
+    kwargs = known | _model_kwargs(args)
     from_hub = args.model.startswith('hf-hub:')
     if args.checkpoint and (args.pretrained or from_hub):
         raise ValueError('give either --checkpoint or pretrained weights, not both')
@@ -359,13 +344,15 @@ def _original(args: argparse.Namespace, model: nn.Module) -> nn.Module | None:
     """The network to verify against, or None for the model with its native pools."""
     if args.original is None and not args.checkpoint and not args.model_kwargs:
         return None
-    if args.original is not None and Path(args.original).is_dir():
-        args.num_classes = None
+    known: dict[str, Any] = {}
+    args.num_classes, args.pretrained = num_classes_of(model), args.checkpoint is None
+    if args.original is None:
+        args.model, known = native_of(args.model)
     else:
-        args.num_classes = num_classes_of(model)
-    args.model = args.original or native_of(args.model)[0]
-    args.pretrained = args.checkpoint is None and args.num_classes is not None
-    return _load(args)
+        args.model = args.original
+    if Path(args.model).is_dir():
+        args.num_classes, args.pretrained = None, False
+    return _load(args, **known)
 
 
 def _visualize(args: argparse.Namespace):

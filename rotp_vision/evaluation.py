@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 from timm.data.config import resolve_data_config
-from timm.layers import SelectAdaptivePool2d
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map

@@ -1,4 +1,4 @@
-"""Training the pooling and the classifier of a probe together, from where the closed form left them."""
+"""Training the pooling and the classifier of a probe together, starting from the closed form."""
 
 from dataclasses import replace
 
@@ -25,18 +25,17 @@ def train_jointly(
 ) -> ProbeResult:
     """The result with ROTP and its classifier trained together by gradients, if that beats the closed form.
 
-    The pooling starts with the parameters that ROTP was found to do best with. Its features are normalized over the
-    batch, without scale and shift of their own, before they reach the classifier; at the end that normalization is
-    folded into it. A training for each fold, judged by the images of that fold, decides: what was trained on all images
-    is chosen if it beats what was chosen before by a standard error.
+    The pooling starts with the best parameters of ROTP. Its features pass a batch norm without scale and shift, which
+    is folded into the classifier at the end. One training for each fold is judged on the images of that fold. A
+    training on all images is chosen if those trainings beat the earlier choice by a standard error.
 
     Args:
-        result: what `fit_probe` found on the same images.
-        maps, targets, groups: as `fit_probe` took them.
+        result: the result of `fit_probe` on the same images.
+        maps, targets, groups: as in `fit_probe`.
         progress: whether to show a progress bar.
 
     Returns:
-        The result with a further row, chosen or not.
+        The result with one more row, chosen or not.
     """
     groups = torch.arange(len(targets)) if groups is None else groups
     start = next(row for row in result.rows if row.name == OURS).pooling
@@ -66,7 +65,7 @@ def train_jointly(
 def _train(
     start: Pooling, maps: Tensor, targets: Tensor, num_classes: int, neck: Neck | None, bar: tqdm
 ) -> tuple[Pooling, Linear]:
-    """A pooling and a classifier, trained together by cross-entropy in which every class weighs the same."""
+    """A pooling and a classifier, trained together by cross-entropy with equal weight for every class."""
     assert start.options is not None
     assert isinstance(start.pool, ROTPool)
     pool = ROTPool(start.options)

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from rotp_vision.calibration.scores import gem
 from rotp_vision.core import PENALTY
 from rotp_vision.layers import PoolOptions, ROTPool
 
-# Whatever a ROT pool can be: Sinkhorn with a temperature and a norm prior, and softmax and max pooling.
+# The poolings that a ROT pool can be: Sinkhorn with a temperature and a norm prior, softmax and max pooling.
 OURS = 'ROTP'
-_TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # in units of the rms view, which has no scale of its own
+_TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # of features in units of their root mean square
 _NORM_POWERS = (0.0, 1.0, 2.0)
 _GEM_POWERS = (2.0, 3.0, 5.0, 8.0)
 _AS_MEAN = 1e4  # the temperature at which a ROT pool is average pooling
@@ -22,10 +23,10 @@ class Pooling(NamedTuple):
     """A pooling with its parameters.
 
     Attributes:
-        family: what kind it is; poolings of one family differ in parameters.
-        setting: these parameters in words.
-        pool: from sets (B, D, N) to features (B, D), as a function or a ROT pool.
-        options: those of the ROT pool that does the same, to be put into a network; None for a peer.
+        family: its kind; poolings of one family differ in their parameters.
+        setting: the parameters as text.
+        pool: a function from sets (B, D, N) to features (B, D), or a ROT pool.
+        options: options of the ROT pool that does the same, for a network; None if no ROT pool does.
     """
 
     family: str
@@ -39,7 +40,7 @@ class Pooling(NamedTuple):
 
 
 def softmax_options(temperature: float) -> PoolOptions:
-    """Softmax pooling: one module of entropic Bregman ADMM with a uniform prior."""
+    """Softmax pooling: one iteration of entropic Bregman ADMM with a uniform prior."""
     return PoolOptions('badmm-e', num_iters=1, step=temperature, gain='off')
 
 
@@ -49,10 +50,6 @@ def _mean(sets: Tensor) -> Tensor:
 
 def _mean_max(sets: Tensor) -> Tensor:
     return (sets.mean(2) + sets.amax(2)) / 2
-
-
-def _gem(sets: Tensor, power: float) -> Tensor:
-    return sets.clamp_min(1e-6).pow(power).mean(2).pow(1 / power)
 
 
 def _rot(family: str, setting: str, options: PoolOptions, norm_power: float = 0.0) -> Pooling:
@@ -77,12 +74,12 @@ AVERAGE = Pooling('average', '', _mean, softmax_options(_AS_MEAN))
 
 
 def all_poolings() -> list[Pooling]:
-    """Average first."""
+    """The poolings to try, average pooling first."""
     return [
         AVERAGE,
         _rot('max', '', PoolOptions('badmm-e', num_iters=1, start='max', gain='off')),
         Pooling('average + max', '', _mean_max),
-        *(Pooling('GeM', f'p = {power:g}', partial(_gem, power=power)) for power in _GEM_POWERS),
+        *(Pooling('GeM', f'p = {power:g}', partial(gem, power=power)) for power in _GEM_POWERS),
         *(_rot('softmax', f'temperature {t:g}', softmax_options(t)) for t in _TEMPERATURES),
         *(_sinkhorn(t, power) for power, t in product(_NORM_POWERS, _TEMPERATURES)),
     ]

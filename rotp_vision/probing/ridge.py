@@ -1,10 +1,5 @@
-"""Closed-form ridge classifiers on pooled features, and the folds by which they are judged.
+"""Closed-form ridge classifiers on pooled features, and the folds by which they are judged."""
 
-All that cross-validation needs of the features are sums over each fold, computed once: every fit on some of the folds
-is then one Cholesky factorization.
-"""
-
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,11 +18,11 @@ class Linear(NamedTuple):
     bias: Tensor  # (classes,)
 
     def __call__(self, features: Tensor) -> Tensor:
-        return F.linear(features, self.weight, self.bias)
+        return F.linear(features, self.weight.to(features.device), self.bias.to(features.device))
 
 
 def class_weights(targets: Tensor) -> Tensor:
-    """(n,) weights of the images with which every class that has any weighs the same; their sum is one."""
+    """(n,) weights of the images, equal in sum for all classes that have images; they add up to one."""
     counts = targets.bincount()
     return 1.0 / (counts[targets] * (counts > 0).sum())
 
@@ -36,7 +31,7 @@ def assign_folds(targets: Tensor, groups: Tensor, num_folds: int, seed: int = 0)
     """(n,) fold of each image: no group is divided, and each class is spread over the folds as evenly as that allows.
 
     The groups are dealt out one after the other, the largest first, each to the fold that has the fewest images of its
-    classes so far; of equal folds the smallest gets it.
+    classes so far, and among equal folds to the smallest.
     """
     num_classes = int(targets.max()) + 1
     _, members = groups.unique(return_inverse=True)
@@ -55,26 +50,18 @@ def assign_folds(targets: Tensor, groups: Tensor, num_folds: int, seed: int = 0)
     return fold_of_group[members]
 
 
-class _Sums(NamedTuple):
-    """Weighted sums over some images."""
-
-    weight: Tensor  # Σ w
-    mean: Tensor  # Σ w z, (p,)
-    targets: Tensor  # Σ w y, (K,)
-    products: Tensor  # Σ w z zᵀ, (p, p)
-    cross: Tensor  # Σ w z yᵀ, (p, K)
-
-
 class RidgeFolds:
     """Ridge classifiers on the images of some folds, judged on those of others.
 
         minimize  n Σ_i w_i ‖y_i − b − W z_i‖² + λ ‖W‖²,   z = (x − mean) / std,   y one-hot, w as `class_weights`
 
-    The deviation of a feature, which needs no labels, is that over all images. Where there are fewer images than
-    features, z is first rotated to as many coordinates as there are images, which changes no fit.
+    over the n images of the folds that are fitted. Mean and deviation of a feature are those over all images, which
+    needs no labels. With more features than images the dual problem is solved, with one row an image:
+
+        W = αᵀ z,   (z zᵀ + λ / n diag(1 / w)) α = y − b
 
     Args:
-        features: (n, C).
+        features: (n, C), on any device.
         targets: (n,) class indices.
         folds: (n,) the fold of each image.
         num_classes: K.
@@ -82,52 +69,45 @@ class RidgeFolds:
     """
 
     def __init__(self, features: Tensor, targets: Tensor, folds: Tensor, num_classes: int, penalty: float = PENALTY):
-        weights = class_weights(targets).double()
-        x = features.double()
-        mean = weights @ x
-        deviation = (weights @ (x - mean).square()).sqrt()
+        wide = torch.float32 if features.device.type == 'mps' else torch.float64  # MPS has no float64
+        x = features.to(wide)
+        self.targets, self.folds = targets.to(x.device), folds.to(x.device)
+        self.num_folds = int(folds.max()) + 1
+        mean, deviation = x.mean(0), x.std(0, correction=0)
         # A feature that is the same for all images says nothing and is left out.
         scale = torch.where(deviation > 1e-6 * mean.abs(), 1 / deviation, 0.0)
-        z = ((x - mean) * scale).float()
-        self.mean, self.scale, weights = mean.float(), scale.float(), weights.float()
-        self.rotation = None
-        if len(z) < z.shape[1]:
-            self.rotation, coordinates = torch.linalg.qr(z.T)  # z = coordinatesᵀ rotationᵀ
-            z = coordinates.T.contiguous()
-        self.coordinates, self.folds, self.num_folds = z, folds, int(folds.max()) + 1
+        self.z = ((x - mean) * scale).float()
+        self.mean, self.scale = mean.float(), scale.float()
+        self.onehot = F.one_hot(self.targets, num_classes).to(self.z)
         self.penalty = penalty * features.shape[1]
-        self.sizes = folds.bincount().tolist()
-        onehot = F.one_hot(targets, num_classes).to(z)
-        self.sums = [self._sums(z[folds == k], onehot[folds == k], weights[folds == k]) for k in range(self.num_folds)]
+        self.products = self.z @ self.z.T if len(x) < features.shape[1] else None  # of the dual problem
 
-    @staticmethod
-    def _sums(z: Tensor, onehot: Tensor, weights: Tensor) -> _Sums:
-        weighted = z * weights[:, None]
-        return _Sums(weights.sum(), weighted.sum(0), weights @ onehot, weighted.T @ z, weighted.T @ onehot)
-
-    def _fit(self, left_out: Sequence[int]) -> Linear:
-        """The classifier of the coordinates, fitted on all folds but some."""
-        kept = [sums for k, sums in enumerate(self.sums) if k not in left_out]
-        weight, mean, targets, products, cross = _Sums(
-            *(torch.stack(parts).sum(0) for parts in zip(*kept, strict=True))
-        )
-        mean, targets = mean / weight, targets / weight
-        products = products / weight - mean[:, None] * mean
-        cross = cross / weight - mean[:, None] * targets
-        num_images = sum(size for k, size in enumerate(self.sizes) if k not in left_out)
-        products.diagonal().add_(self.penalty / num_images)
-        solution = torch.cholesky_solve(cross, torch.linalg.cholesky(products))
-        return Linear(solution.T, targets - mean @ solution)
+    def _fit(self, kept: Tensor) -> Linear:
+        """The classifier of z, fitted on some images."""
+        weights = class_weights(self.targets[kept])[:, None]
+        z, y = self.z[kept], self.onehot[kept]
+        penalty = self.penalty / len(kept)
+        if self.products is not None:
+            system = self.products[kept][:, kept]
+            system.diagonal().add_(penalty / weights.squeeze(1))
+            solved = torch.cholesky_solve(torch.cat([y, torch.ones_like(weights)], 1), torch.linalg.cholesky(system))
+            bias = solved[:, :-1].sum(0) / solved[:, -1].sum()
+            return Linear((solved[:, :-1] - solved[:, -1:] * bias).T @ z, bias)
+        mean, target = (weights * z).sum(0), (weights * y).sum(0)
+        z, y = (z - mean) * weights.sqrt(), (y - target) * weights.sqrt()
+        system = z.T @ z
+        system.diagonal().add_(penalty)
+        solution = torch.cholesky_solve(z.T @ y, torch.linalg.cholesky(system))
+        return Linear(solution.T, target - mean @ solution)
 
     def held_out(self, *left_out: int) -> tuple[Tensor, Tensor]:
-        """Indices of the images of some folds, and their logits by a fit on all the others."""
-        images = torch.isin(self.folds, torch.tensor(left_out, device=self.folds.device)).nonzero().squeeze(1)
-        return images, self._fit(left_out)(self.coordinates[images])
+        """Indices of the images of some folds, and their logits by a fit on all the others; both on the CPU."""
+        held = torch.isin(self.folds, torch.tensor(left_out, device=self.folds.device))
+        images = held.nonzero().squeeze(1)
+        return images.cpu(), self._fit((~held).nonzero().squeeze(1))(self.z[images]).cpu()
 
     def classifier(self) -> Linear:
         """The classifier of the features, fitted on all images, with the standardization folded in."""
-        weight, bias = self._fit(())
-        if self.rotation is not None:
-            weight = weight @ self.rotation.T
+        weight, bias = self._fit(torch.arange(len(self.z), device=self.z.device))
         weight = weight * self.scale
         return Linear(weight, bias - weight @ self.mean)
