@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rotp_vision.calibration import Calibration as Calibration
     from rotp_vision.calibration import calibrate as calibrate
     from rotp_vision.core import register_solver as register_solver
+    from rotp_vision.evaluation import Comparison as Comparison
+    from rotp_vision.evaluation import compare as compare
+    from rotp_vision.evaluation import verify as verify
     from rotp_vision.hub import load_pretrained as load_pretrained
     from rotp_vision.hub import push_to_hub as push_to_hub
     from rotp_vision.hub import read_state_dict as read_state_dict
@@ -47,6 +50,7 @@ _MODULES = {
     'MAX_POOL': 'layers',
     'MEAN_POOL': 'layers',
     'Calibration': 'calibration',
+    'Comparison': 'evaluation',
     'FoundPool': 'surgery',
     'GlobalROTPool2d': 'layers',
     'LocalROTPool2d': 'layers',
@@ -58,6 +62,7 @@ _MODULES = {
     'ROTSetFusion': 'layers',
     'ROTSetPool': 'layers',
     'calibrate': 'calibration',
+    'compare': 'evaluation',
     'convert': 'surgery',
     'describe': 'surgery',
     'find_pools': 'surgery',
@@ -74,6 +79,7 @@ _MODULES = {
     'revert': 'surgery',
     'rot_pools': 'surgery',
     'save_pretrained': 'hub',
+    'verify': 'evaluation',
 }
 __all__ = list(_MODULES)  # pyright: ignore[reportUnsupportedDunderAll]
 
