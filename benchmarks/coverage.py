@@ -4,7 +4,7 @@
     python -m benchmarks.coverage --filter 'resnet*' --limit 20
     python -m benchmarks.coverage --groups            # the smallest model of each group, for real, forward and backward
 
-Both keep what they found in a file of JSON lines (`--results`) and continue where they stopped.
+Both append their results to a file of JSON lines (`--results`) and resume from it.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from torch import nn
 from tqdm import tqdm
 
 import rotp_vision
+from benchmarks.tables import to_markdown
 from rotp_vision.layers import PoolOptions
 from rotp_vision.surgery.classes import native_class
 from rotp_vision.surgery.convert import replace_pools
@@ -32,16 +33,15 @@ from rotp_vision.surgery.find import example_inputs
 
 HERE = Path(__file__).parent
 
-# What there is to convert, by an independent count.
+# The number of models that pool, by an independent count.
 EXPECTED = {
     'timm': {'module': 838, 'method': 48 + 210},
     'torchvision': {'module': 51, 'method': 13},
 }
-# What is run for real has at most so many parameters.
+# Larger models are not run for real.
 MOST_PARAMETERS = 200_000_000
 WORDS = {'module': 'a module', 'method': 'a method that takes the mean of a map or of tokens'}
 METHODS = {'global': 'mean of a map in a method', 'tokens': 'mean of tokens in a method'}
-EXPECTED_TOTAL = sum(count for counts in EXPECTED.values() for count in counts.values())
 
 
 def main():
@@ -96,7 +96,7 @@ def build(name: str, device: str) -> nn.Module:
 
 
 def count_one(name: str) -> dict:
-    """What converting the model on the meta device gives: its pattern, or the reason why not."""
+    """The pattern of a model that converts on the meta device, or the reason why it does not."""
     try:
         model = build(name, 'meta').eval()
     except NotImplementedError:  # it reads values while it is built
@@ -187,49 +187,46 @@ def run_one(name: str) -> dict:
 
 
 def markdown(counted: list[dict], runs: list[dict] | None, too_large: list[str]) -> str:
-    lines = [
-        '# Models that can be converted',
-        '',
-        f'timm {timm.__version__}, torchvision {torchvision.__version__}; `python -m benchmarks.coverage --groups`',
-        '',
-        '| library | what pools | models | converted |',
-        '| --- | --- | --- | --- |',
-    ]
-    total = 0
+    rows = []
     for library, expected in EXPECTED.items():
         own = [result for result in counted if result['name'].startswith('tv:') == (library == 'torchvision')]
         for by, number in expected.items():
             converted = sum(result.get('by') == by for result in own)
-            total += converted
-            lines.append(f'| {library} | {WORDS[by]} | {number} | {converted} |')
-    lines.append(f'| | **all that pool** | **{EXPECTED_TOTAL}** | **{total}** ({total / EXPECTED_TOTAL:.1%}) |')
-    lines += _by_pattern('converted', [result for result in counted if 'by' in result])
-    lines += _by_pattern('not converted', [result for result in counted if 'by' not in result])
+            rows.append({'library': library, 'what pools': WORDS[by], 'models': number, 'converted': converted})
+    total, known = (sum(row[key] for row in rows) for key in ('converted', 'models'))
+    rows.append({'library': '', 'what pools': '**all that pool**', 'models': f'**{known}**'})
+    rows[-1]['converted'] = f'**{total}** ({total / known:.1%})'
     local = [result for result in counted if result.get('local_replaceable')]
     pools = sum(result['local_replaceable'] for result in local)
-    lines += ['', f'Local pools: {pools} in {len(local)} models.']
+    parts = [
+        '# Models that can be converted\n',
+        f'timm {timm.__version__}, torchvision {torchvision.__version__}; `python -m benchmarks.coverage --groups`\n',
+        to_markdown(rows),
+        _by_pattern('converted', [result for result in counted if 'by' in result]),
+        _by_pattern('not converted', [result for result in counted if 'by' not in result]),
+        f'Local pools: {pools} in {len(local)} models.',
+    ]
     if runs is not None:
         failed = [run for run in runs if not run['passed']]
-        lines += [
-            '',
-            f'Groups (class, path, layout), the smallest model of each run for real, forward, backward, deepcopy, '
-            f'pickle, `reset_classifier(7)`: {len(runs) - len(failed)} of {len(runs)} passed.',
-            *(f'- {run["name"]}: {run["reason"]}' for run in failed),
-            *([f'Not run because even the smallest is large: {", ".join(too_large)}.'] if too_large else []),
-        ]
-    return '\n'.join(lines) + '\n'
+        parts.append(
+            '\nGroups (class, path, layout), the smallest model of each run for real, forward, backward, deepcopy, '
+            f'pickle, `reset_classifier(7)`: {len(runs) - len(failed)} of {len(runs)} passed.'
+        )
+        parts += [f'- {run["name"]}: {run["reason"]}' for run in failed]
+        parts += [f'Not run because even the smallest is large: {", ".join(too_large)}.'] if too_large else []
+    return '\n'.join(parts) + '\n'
 
 
-def _by_pattern(title: str, results: list[dict]) -> list[str]:
+def _by_pattern(title: str, results: list[dict]) -> str:
     patterns: dict[str, list[str]] = collections.defaultdict(list)
     for result in results:
         patterns[result['pattern']].append(result['name'])
-    lines = ['', f'| {title} | timm | torchvision | such as |', '| --- | --- | --- | --- |']
+    rows = []
     for pattern, names in sorted(patterns.items(), key=lambda entry: -len(entry[1])):
-        torchvision_names = sum(name.startswith('tv:') for name in names)
-        numbers = f'{len(names) - torchvision_names} | {torchvision_names}'
-        lines.append(f'| {pattern} | {numbers} | {min(names, key=len).removeprefix("tv:")} |')
-    return lines
+        of_torchvision = sum(name.startswith('tv:') for name in names)
+        counts = {'timm': len(names) - of_torchvision, 'torchvision': of_torchvision}
+        rows.append({title: pattern} | counts | {'such as': min(names, key=len).removeprefix('tv:')})
+    return to_markdown(rows) if rows else ''
 
 
 if __name__ == '__main__':

@@ -1,9 +1,9 @@
-"""Where a pooling pays: frozen networks used as they were trained, and used differently, on images not fitted.
+"""Where a pooling pays: frozen networks, used as they were trained and differently, judged on held-out images.
 
     python -m benchmarks.evidence --data DIRECTORY --page benchmarks/EVIDENCE.md
 
-The protocol is on that page. Maps are kept in `--cache` and what was judged in `--output`, so that a run that was
-stopped goes on where it was, and no pooling is judged twice. With `--finished-only` it reports what there is.
+The protocol is on that page. Maps are cached in `--cache` and judgements in `--output`, so that an interrupted run
+resumes and no pooling is judged twice. `--finished-only` reports only what is finished.
 """
 
 import argparse
@@ -15,26 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import evidence_boxes, evidence_classes, evidence_report
-from benchmarks.evidence_poolings import (
-    ALONE,
-    AVERAGE_GAIN,
-    GEM,
-    OURS,
-    PEERS,
-    Maps,
-    Outcome,
-    calibrated,
-    judge_ours,
-    judge_peers,
-)
+from benchmarks import evidence_classes, evidence_report
+from benchmarks.evidence_poolings import ALONE, AVERAGE_GAIN, GEM, OURS, PEERS, Maps, Outcome, judge_ours, judge_peers
 from benchmarks.paper import Results, renew_page
-from benchmarks.real_data import NETWORKS, SMALL, Network, add_data_arguments, build, maps_of
+from benchmarks.real_data import NETWORKS, SMALL, Network, add_data_arguments, areas_of, build, maps_of
 from rotp_vision.files import replacing
-from rotp_vision.layers import ROTPool
-from rotp_vision.surgery.head import find_global_pool
 
-PLAIN, TWO_SCALES, LARGE_VIEW = 'plain', '224 + 384', '384 whole'
+PLAIN, TWO_SCALES, LARGE = 'plain', '224 + 384', '384 whole'
 OTHER_SIZES = ('160', '288', '384')
 TASKS = (PLAIN, *OTHER_SIZES, *SMALL, TWO_SCALES)
 CHEAP = ('EfficientNet-Lite0',)  # networks whose two scales take all images
@@ -51,12 +38,11 @@ def split(num_images: int, fit: int = FIT) -> tuple[Tensor, Tensor]:
 
 def task_maps(network: Network, model: nn.Module, task: str, args: argparse.Namespace) -> Maps:
     def made(name: str, limit: int | None) -> tuple[Tensor, Tensor]:
-        return maps_of(
-            network, model, args.data, args.cache, min(filter(None, (limit, args.limit)), default=None), name
-        )
+        least = min(filter(None, (limit, args.limit)), default=None)
+        return maps_of(network, model, args.data, args.cache, least, name)
 
-    if task == TWO_SCALES:  # each view is made from the photo
-        (small, _), (large, labels) = made(PLAIN, None), made(LARGE_VIEW, None if network.name in CHEAP else SHIFTED)
+    if task == TWO_SCALES:  # each size is made from the photo
+        (small, _), (large, labels) = made(PLAIN, None), made(LARGE, None if network.name in CHEAP else SHIFTED)
         return Maps([small[: len(large)], large], labels)
     maps, labels = made(task, None if task == PLAIN else SHIFTED)
     return Maps([maps], labels)
@@ -66,31 +52,23 @@ def run_task(network: Network, model: nn.Module, task: str, args: argparse.Names
     """Fit and judge every pooling."""
     maps = task_maps(network, model, task, args)
     fit, judged = split(len(maps.labels), args.fit)
-    ours, report = calibrated(model, maps, fit)
-    _, pool = find_global_pool(ours)
     outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged)  # pyright: ignore
-    outcomes[OURS] = judge_ours(ours, maps, judged, report)
+    outcomes[OURS], report = judge_ours(model, maps, fit, judged)
     large = {}
     if task == TWO_SCALES:
-        alone = maps._replace(views=maps.views[1:])
+        alone = maps._replace(sizes=maps.sizes[1:])
         large = judge_peers([AVERAGE_GAIN, GEM], model.get_classifier(), alone, fit, judged)  # pyright: ignore
-        ours_alone, report_alone = calibrated(model, alone, fit)
-        large[OURS] = judge_ours(ours_alone, alone, judged, report_alone)
+        large[OURS], _ = judge_ours(model, alone, fit, judged)
     return {
         'outcomes': {name: tuple(outcome) for name, outcome in outcomes.items()},
-        'large view alone': {name: tuple(outcome) for name, outcome in large.items()},
+        'large size alone': {name: tuple(outcome) for name, outcome in large.items()},
         'judged': judged,
-        'report': str(report),
-        'pool': {'options': pool.options.to_dict(), 'weights': weights_of(pool)},
+        'report': report,
     }
 
 
-def weights_of(pool: ROTPool) -> dict[str, Any]:
-    return {name: value.tolist() for name, value in pool.named_weights().items()}
-
-
 def kept(path: Path, finished_only: bool, make: Any) -> dict[str, Any] | None:
-    """What is in a file; if it is not there, it is made, unless only what is finished is wanted."""
+    """The content of a file, made first if it does not exist; None if `finished_only` and it does not exist."""
     if not path.exists():
         if finished_only:
             return None
@@ -100,10 +78,8 @@ def kept(path: Path, finished_only: bool, make: Any) -> dict[str, Any] | None:
         minutes = (time.perf_counter() - wall) / 60, (time.process_time() - processor) / 60
         with replacing(path) as temporary:
             torch.save(made, temporary)
-        print(
-            f'{path.stem}: {minutes[0]:.1f} minutes, {minutes[1]:.1f} of one core\n{made.get("report", "")}\n',
-            flush=True,
-        )
+        print(f'{path.stem}: {minutes[0]:.1f} minutes, {minutes[1]:.1f} of one core', flush=True)
+        print(f'{made.get("report", "")}\n', flush=True)
     return torch.load(path, weights_only=True)
 
 
@@ -123,7 +99,6 @@ def main(arguments: Sequence[str] | None = None):
     torch.set_flush_denormal(True)
     results = Results(args.output)
     settings: list[evidence_report.Setting] = []
-    boxes: list[dict[str, Any]] = []
     scales: list[dict[str, Any]] = []
     for builder in args.networks:
         network = networks[builder]
@@ -137,17 +112,13 @@ def main(arguments: Sequence[str] | None = None):
             outcomes[ALONE] = outcomes[OURS]  # they differ for new classes alone
             settings.append(evidence_report.frozen(network.name, task, outcomes))
             if task == TWO_SCALES:
-                alone = {name: Outcome(*values) for name, values in found['large view alone'].items()}
+                alone = {name: Outcome(*values) for name, values in found['large size alone'].items()}
                 scales += evidence_report.two_scales(network.name, outcomes, alone)
             if task == PLAIN:
-                areas = evidence_boxes.areas_of(network, args.data, args.limit)[found['judged']]
+                areas = areas_of(network, args.data, args.limit)[found['judged']]
                 settings += evidence_report.by_area(network.name, outcomes, areas)
-                path = args.output / 'judged' / f'{builder}-boxes.pt'
-                boxes += (
-                    kept(path, args.finished_only, lambda: evidence_boxes.measure(network, model, found, args)) or {}  # noqa: B023
-                ).get('rows', [])
         settings += evidence_classes.run(network, model, args, kept)
-    evidence_report.write(results, settings, boxes, scales)
+    evidence_report.write(results, settings, scales)
     if args.page is not None:
         renew_page(args.page, results, 'evidence')
     print(f'tables and plots are in {args.output}')

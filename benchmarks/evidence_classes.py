@@ -6,27 +6,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
-from scipy.sparse.csgraph import connected_components
 from timm.layers import SimPool2d
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import evidence_report
 from benchmarks.evidence_poolings import ALONE, AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS, Maps, pooled
-from benchmarks.real_data import Network, column_of, maps_of
+from benchmarks.real_data import Network, column_of, groups_of, maps_of
 from rotp_vision.probing import ProbeResult, fit_probe
-from rotp_vision.probing.fit import pooled_features
-from rotp_vision.probing.ridge import RidgeFolds, assign_folds, class_weights
+from rotp_vision.probing.fit import balanced_mean, pooled_features
+from rotp_vision.probing.ridge import RidgeFolds, assign_folds
 
 DATASETS = ('foda15', 'magnetic_tile6', 'cub25')
-LABELS = (5, 20, 60)  # of each class; all that there are where there are fewer
+LABELS = (5, 20, 60)  # of each class; all images of a class that has fewer
 SPLITS = (31, 32, 33)  # seeds; 0 to 2 and 21 to 23 in earlier runs
-TRAINED_LABELS = 20  # the number at which the trained poolings are run, as they take minutes
-FOLDS = 3  # of which one is judged
+TRAINED_LABELS = 20  # the trained poolings take minutes, so they are run with one number of labels
+FOLDS = 3  # one of them is judged
 STEPS, BATCH, LR = 60, 32, 1e-3  # of the trained poolings
-NEAR = 0.985  # cosine of average features from which on two images count as one group
 
 
 class ABMIL(nn.Module):
@@ -44,30 +41,15 @@ class ABMIL(nn.Module):
 TRAINED: dict[str, Callable[[int], nn.Module]] = {'ABMIL (trained)': ABMIL, 'SimPool (trained)': SimPool2d}
 
 
-def groups_of(network: Network, args: argparse.Namespace, dataset: str, features: Tensor) -> Tensor:
-    """(images,) numbers of the groups that must not be divided: by their column, or by likeness where it has none."""
-    names = column_of(network._replace(images=dataset), args.data, 'group', args.limit)
-    groups = torch.from_numpy(np.unique(names, return_inverse=True)[1])
-    if dataset != 'magnetic_tile6':
-        return groups
-    unit = F.normalize(features.float())
-    return torch.from_numpy(connected_components((unit @ unit.T > NEAR).numpy(), directed=False)[1]).long()
-
-
-def balanced_accuracy(right: Tensor, targets: Tensor) -> float:
-    """The mean over the classes of the share of right predictions."""
-    return float(class_weights(targets) @ right)
-
-
 def draw(targets: Tensor, groups: Tensor, labels: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of `labels` images of each class, from as many groups as there are, and of the images of other groups."""
+    """Indices of `labels` images of each class, from as many groups as possible, and of all images of other groups."""
     folds = assign_folds(targets, groups, FOLDS, seed)
     generator = torch.Generator().manual_seed(seed)
     chosen = []
     for label in targets.unique().tolist():
         mine = ((targets == label) & (folds != 0)).nonzero().squeeze(1)
         mine = mine[torch.randperm(len(mine), generator=generator)]
-        turn = torch.empty(len(mine))  # which image of its group it is, so that all groups have their turn
+        turn = torch.empty(len(mine))  # the number of the image within its group, so that groups take turns
         for group in groups[mine].unique().tolist():
             own = groups[mine] == group
             turn[own] = torch.arange(int(own.sum()), dtype=turn.dtype)
@@ -78,15 +60,10 @@ def draw(targets: Tensor, groups: Tensor, labels: int, seed: int) -> tuple[Tenso
 def run(network: Network, model: nn.Module, args: argparse.Namespace, kept: Callable) -> list[evidence_report.Setting]:
     settings = []
     for dataset in args.classes:
-        stem = args.output / 'judged' / f'{network.builder}-{dataset}'
-        found = kept(stem.with_suffix('.pt'), args.finished_only, lambda: measure(network, model, args, dataset))  # noqa: B023
-        if found is None:
-            continue
-        path = stem.with_name(f'{stem.name}-trained.pt')
-        trained = kept(path, args.finished_only, lambda: train(network, model, args, dataset, found))  # noqa: B023
-        for run, rights in zip(found['runs'], (trained or {}).get('right', []), strict=False):
-            run['right'] |= rights
-        settings += [evidence_report.of_classes(network.name, dataset, found, labels) for labels in found['labels']]
+        path = args.output / 'judged' / f'{network.builder}-{dataset}.pt'
+        found = kept(path, args.finished_only, lambda: measure(network, model, args, dataset))  # noqa: B023
+        if found is not None:
+            settings += [evidence_report.of_classes(network.name, dataset, found, labels) for labels in found['labels']]
     return settings
 
 
@@ -94,7 +71,8 @@ def measure(network: Network, model: nn.Module, args: argparse.Namespace, datase
     """Right predictions of every pooling on held-out groups, by number of labels and split."""
     maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
     features = _pool_all(maps, targets)
-    groups = groups_of(network, args, dataset, features[AVERAGE, 0])
+    names = column_of(network._replace(images=dataset), args.data, 'group', args.limit)
+    groups = groups_of(dataset, names, features[AVERAGE, 0])
     most = int(targets.bincount().min()) * (FOLDS - 1) // FOLDS
     numbers = [labels for labels in LABELS if labels <= most or labels == min(n for n in LABELS if n >= min(most, 60))]
     runs = []
@@ -109,14 +87,17 @@ def measure(network: Network, model: nn.Module, args: argparse.Namespace, datase
                 predicted = torch.cat([chosen.predict(maps[part]) for part in judged.split(CHUNK)])
                 rights[name] = (predicted == targets[judged]).float()
                 said[name] = f'{chosen.chosen.pooling.family} {chosen.chosen.pooling.setting}'.strip()
+            for name, make in TRAINED.items() if labels == TRAINED_LABELS else ():
+                rights[name] = _train(make, maps, targets, fit, judged, seed=len(runs))
+                said[name] = ''
             runs.append({'labels': labels, 'fit': fit, 'judged': judged, 'right': rights, 'setting': said})
-            shown = ', '.join(f'{n} {100 * balanced_accuracy(r, targets[judged]):.1f}' for n, r in rights.items())
+            shown = ', '.join(f'{n} {100 * balanced_mean(r, targets[judged]):.1f}' for n, r in rights.items())
             print(f'{network.name}, {dataset}, {labels} labels, split {seed}: {shown}; ours: {said[OURS]}', flush=True)
     return {'labels': numbers, 'runs': runs, 'targets': targets, 'groups': groups}
 
 
 def _without_softmax(result: ProbeResult, maps: Tensor, targets: Tensor) -> ProbeResult:
-    """The same choice among average pooling and the ROT pools that are neither softmax nor max pooling: Sinkhorn's."""
+    """The result if ROT pools that are softmax or max pooling are excluded: Sinkhorn's pool or average pooling."""
     row = next(row for row in result.rows if row.name == 'Sinkhorn')
     chosen = row if row.beats_average else result.rows[0]
     features = pooled_features(maps, chosen.pooling, None)
@@ -124,26 +105,13 @@ def _without_softmax(result: ProbeResult, maps: Tensor, targets: Tensor) -> Prob
     return replace(result, chosen=chosen, classifier=ridge.classifier())
 
 
-def train(
-    network: Network, model: nn.Module, args: argparse.Namespace, dataset: str, found: dict[str, Any]
-) -> dict[str, Any]:
-    """Right predictions of the trained poolings on the same images, run by run; none where they are not run."""
-    maps, targets = maps_of(network, model, args.data, args.cache, args.limit, dataset)
-    rights = []
-    for place, run in enumerate(found['runs']):
-        images = run['fit'], run['judged']
-        makes = TRAINED.items() if run['labels'] == TRAINED_LABELS else ()
-        rights.append({name: _train(make, maps, targets, *images, seed=place) for name, make in makes})
-    return {'right': rights}
-
-
 def _pool_all(maps: Tensor, targets: Tensor) -> dict[tuple[str, int], Tensor]:
-    """(images, C) features by every setting of every peer. A gain changes nothing here."""
+    """(images, C) features by every setting of every peer. A gain has no effect on the ridge classifiers."""
     pools = {
-        (name, place): pool
+        (name, number): pool
         for name, settings in PEERS.items()
         if name != AVERAGE_GAIN
-        for place, (_, pool) in enumerate(settings)
+        for number, (_, pool) in enumerate(settings)
     }
     return pooled(pools, Maps([maps], targets), torch.arange(len(maps)))
 
@@ -151,31 +119,31 @@ def _pool_all(maps: Tensor, targets: Tensor) -> dict[tuple[str, int], Tensor]:
 def _judge_peer(
     name: str, features: dict[tuple[str, int], Tensor], targets: Tensor, groups: Tensor, fit: Tensor, judged: Tensor
 ) -> tuple[Tensor, str]:
-    """Right predictions of a ridge classifier on the setting that does best in cross-validation, and that setting."""
+    """Right predictions of a ridge classifier with the setting that is best in cross-validation, and that setting."""
     family = AVERAGE if name == AVERAGE_GAIN else name
     num_classes = int(targets.max()) + 1
     folds = assign_folds(targets[fit], groups[fit], 5)
 
-    def score(place: int) -> float:
-        ridge = RidgeFolds(features[family, place][fit], targets[fit], folds, num_classes)
+    def score(number: int) -> float:
+        ridge = RidgeFolds(features[family, number][fit], targets[fit], folds, num_classes)
         right = torch.empty(len(fit))
         for k in range(ridge.num_folds):
             images, logits = ridge.held_out(k)
             right[images] = (logits.argmax(1) == targets[fit][images]).float()
-        return balanced_accuracy(right, targets[fit])
+        return balanced_mean(right, targets[fit])
 
-    places = range(len(PEERS[family]))
-    place = max(places, key=score) if len(places) > 1 else 0
-    chosen = features[family, place]
+    numbers = range(len(PEERS[family]))
+    best = max(numbers, key=score) if len(numbers) > 1 else 0
+    chosen = features[family, best]
     classifier = RidgeFolds(chosen[fit], targets[fit], torch.zeros_like(fit), num_classes).classifier()
     predicted = classifier(chosen[judged]).argmax(1)
-    return (predicted == targets[judged]).float(), PEERS[family][place][0]
+    return (predicted == targets[judged]).float(), PEERS[family][best][0]
 
 
 def _train(
     make: Callable[[int], nn.Module], maps: Tensor, targets: Tensor, fit: Tensor, judged: Tensor, seed: int
 ) -> Tensor:
-    """Right predictions of a pooling that is trained with its classifier: AdamW, cosine, the same budget for each."""
+    """Right predictions of a pooling trained with its classifier: AdamW, cosine schedule, the same budget for each."""
     torch.manual_seed(seed)
     scale = 1 / float(maps[fit].float().std())
     width, num_classes = maps.shape[1], int(targets.max()) + 1

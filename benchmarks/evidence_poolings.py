@@ -1,8 +1,7 @@
-"""The poolings that evidence.py compares, how they are fitted to kept maps of a frozen classifier, and judged."""
+"""The poolings that evidence.py compares, fitted and judged on cached maps of a frozen network."""
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rotp_vision
-from rotp_vision.calibration import Calibration
-from rotp_vision.core import log_norm
-from rotp_vision.layers import PoolOptions, ROTPool
+from rotp_vision.layers import GeMPool2d, PoolOptions, ROTPool
 from rotp_vision.surgery.multi_scale import MultiScale
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
@@ -22,25 +19,15 @@ CHUNK = 50  # images pooled at a time
 Pool = Callable[[Tensor], Tensor]
 
 
-def mean(sets: Tensor) -> Tensor:
-    return sets.mean(2)
+def mean_max(share: float) -> Pool:
+    """The mean times `share` plus the maximum times the rest."""
+    return lambda sets: torch.lerp(sets.amax(2), sets.mean(2), share)
 
 
-def maximum(sets: Tensor) -> Tensor:
-    return sets.amax(2)
-
-
-def mean_max(sets: Tensor, share: float) -> Tensor:
-    return torch.lerp(maximum(sets), mean(sets), share)
-
-
-def gem(sets: Tensor, power: float, norm_power: float = 0.0) -> Tensor:
-    """GeM; with a norm power its mean is weighted by q0 ∝ ‖x_n‖^β."""
-    powers = sets.clamp_min(1e-6).pow(power)
-    if not norm_power:
-        return powers.mean(2).pow(1 / power)
-    prior = (norm_power * log_norm(sets)).softmax(1)
-    return (powers * prior.unsqueeze(1)).sum(2).pow(1 / power)
+def gem(power: float, norm_power: float = 0.0) -> Pool:
+    """GeM, weighted by q0 ∝ ‖x_n‖^norm_power."""
+    pool = GeMPool2d(power, norm_power)
+    return lambda sets: pool(sets.unsqueeze(3))
 
 
 def rot(options: PoolOptions) -> Pool:
@@ -48,20 +35,20 @@ def rot(options: PoolOptions) -> Pool:
 
 
 def softmax(temperature: float) -> Pool:
-    """Softmax pooling of x / rms: one module of Bregman ADMM."""
+    """Softmax pooling of x / rms: one iteration of Bregman ADMM."""
     return rot(PoolOptions('badmm-e', num_iters=1, step=temperature, gain='off'))
 
 
 _POWERS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0)
-# Every pooling with the settings among which it chooses, each with its gain where there is one to fit.
+# Every pooling with its candidate settings; all but plain average pooling fit a gain as well.
 PEERS: dict[str, list[tuple[str, Pool]]] = {
-    AVERAGE: [('', mean)],
-    AVERAGE_GAIN: [('', mean)],
-    'max': [('', maximum)],
-    'mean-max': [(f'mean {s:g}', partial(mean_max, share=s)) for s in (0.98, 0.95, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)],
-    GEM: [(f'p = {p:g}', partial(gem, power=p)) for p in _POWERS],
+    AVERAGE: [('', mean_max(1.0))],
+    AVERAGE_GAIN: [('', mean_max(1.0))],
+    'max': [('', mean_max(0.0))],
+    'mean-max': [(f'mean {s:g}', mean_max(s)) for s in (0.98, 0.95, 0.9, 0.8, 0.65, 0.5, 0.35, 0.2)],
+    GEM: [(f'p = {p:g}', gem(p)) for p in _POWERS],
     'GeM with q0': [
-        (f'p = {p:g}, norm power {b:g}', partial(gem, power=p, norm_power=b))
+        (f'p = {p:g}, norm power {b:g}', gem(p, b))
         for p in (1.0, 1.5, 2.0, 3.0, 5.0)
         for b in (0.0, 1.0, 2.0, 4.0, 6.0)
     ],
@@ -72,7 +59,7 @@ PEERS: dict[str, list[tuple[str, Pool]]] = {
 
 
 class Outcome(NamedTuple):
-    """What one fitted pooling made of the images that judge it."""
+    """Results of one fitted pooling on the images that judge it."""
 
     loss: Tensor  # (images,)
     right: Tensor  # (images,) 1.0 where the prediction is right
@@ -80,24 +67,24 @@ class Outcome(NamedTuple):
 
 
 class Maps(NamedTuple):
-    """Kept maps of one or several views of images, as one set an image, and labels."""
+    """Cached maps of images at one or several sizes, pooled as one set per image, and labels."""
 
-    views: Sequence[Tensor]  # (images, C, H, W) of each view
+    sizes: Sequence[Tensor]  # (images, C, H, W) for each size
     labels: Tensor
 
     @property
-    def places(self) -> list[int]:
-        return [view[0, 0].numel() for view in self.views]
+    def positions(self) -> list[int]:
+        return [maps[0, 0].numel() for maps in self.sizes]
 
     def sets(self, index: Tensor, log_gains: Sequence[float] = ()) -> Tensor:
-        """(b, C, N) sets of some images in float32, each view times its gain."""
-        parts = [view[index].float().flatten(2) for view in self.views]
+        """(b, C, N) sets of some images in float32, each size times its gain."""
+        parts = [maps[index].float().flatten(2) for maps in self.sizes]
         factors = torch.tensor(log_gains or [0.0] * len(parts)).exp().tolist()
         return torch.cat([part * factor for part, factor in zip(parts, factors, strict=True)], 2)
 
 
 class FromMaps(nn.Module):
-    """A network as a function of its last map, for `calibrate` to read kept maps instead of images."""
+    """A network as a function of its last map, so that `calibrate` reads cached maps instead of images."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -114,28 +101,25 @@ class FromMaps(nn.Module):
 
 
 class MultiScaleOfMaps(MultiScale):
-    """Several views of which the maps are kept: its images are the places (B, C, N, 1) of all views."""
+    """Cached maps of several sizes: its images are the positions (B, C, N, 1) of all sizes."""
 
-    def __init__(self, model: nn.Module, places: list[int]):
-        super().__init__(FromMaps(model), places, [1.0] * len(places))
+    def __init__(self, model: nn.Module, positions: list[int]):
+        super().__init__(FromMaps(model), positions, [1.0] * len(positions))
 
     def resized(self, x: Tensor) -> list[Tensor]:
         return list(x.split(self.sizes, 2))
 
 
-def calibrated(model: nn.Module, maps: Maps, index: Tensor) -> tuple[nn.Module, Calibration]:
-    """The network with the default pooling as `calibrate` leaves it, as a function of maps (B, C, N, 1)."""
+def judge_ours(model: nn.Module, maps: Maps, fit: Tensor, judged: Tensor) -> tuple[Outcome, str]:
+    """Calibrate the default pooling on some images and judge it on others; also returns the report of `calibrate`."""
     converted = rotp_vision.convert(copy.deepcopy(model))
-    network = FromMaps(converted) if len(maps.views) == 1 else MultiScaleOfMaps(converted, maps.places)
-    batches = ((maps.sets(part).unsqueeze(3), maps.labels[part]) for part in index.split(CHUNK))
-    return network.eval(), rotp_vision.calibrate(network, batches)
-
-
-def judge_ours(network: nn.Module, maps: Maps, index: Tensor, report: Calibration) -> Outcome:
+    network = FromMaps(converted) if len(maps.sizes) == 1 else MultiScaleOfMaps(converted, maps.positions)
+    batches = ((maps.sets(part).unsqueeze(3), maps.labels[part]) for part in fit.split(CHUNK))
+    report = rotp_vision.calibrate(network.eval(), batches)
     setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
     with torch.inference_mode():
-        logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in index.split(CHUNK)])
-    return outcome(logits, maps.labels[index], setting)
+        logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in judged.split(CHUNK)])
+    return outcome(logits, maps.labels[judged], setting), str(report)
 
 
 def outcome(logits: Tensor, labels: Tensor, setting: str) -> Outcome:
@@ -148,31 +132,28 @@ def judge_peers(
 ) -> dict[str, Outcome]:
     """Fit each peer's setting and gains by cross-entropy on some images, then judge it on others, once.
 
-    Of several views the others have a gain relative to the first's, of three; average without gain sees but the first.
+    With several sizes, those after the first have one of three gains relative to it; average pooling without a gain
+    reads only the first.
     """
-    log_gains = [(0.0,) * len(maps.views)]
-    if len(maps.views) > 1:
-        log_gains += [(0.0,) + (gain,) * (len(maps.views) - 1) for gain in (-0.3, 0.3)]
+    log_gains = [(0.0,) * len(maps.sizes)]
+    if len(maps.sizes) > 1:
+        log_gains += [(0.0,) + (gain,) * (len(maps.sizes) - 1) for gain in (-0.3, 0.3)]
     trials: dict[str, list[tuple[float, float, int, tuple[float, ...]]]] = {name: [] for name in names}
-    for view_gains in log_gains:
-        candidates = {(name, place): pool for name in names for place, (_, pool) in enumerate(PEERS[name])}
-        for (name, place), features in pooled(candidates, maps, fit, view_gains).items():
-            trials[name].append((*_best_gain(classifier, features, maps.labels[fit]), place, view_gains))
+    for size_gains in log_gains:
+        candidates = {(name, number): pool for name in names for number, (_, pool) in enumerate(PEERS[name])}
+        for (name, number), features in pooled(candidates, maps, fit, size_gains).items():
+            trials[name].append((*_best_gain(classifier, features, maps.labels[fit]), number, size_gains))
     results = {}
     for name in names:
-        _, gain, place, view_gains = min(trials[name])
-        text, pool = PEERS[name][place]
-        said = [
-            text,
-            f'gain {gain:.3g}',
-            'sizes times ' + ', '.join(f'{g:.2g}' for g in torch.tensor(view_gains).exp()),
-        ]
-        if len(maps.views) == 1:
-            said.pop()
+        _, gain, number, size_gains = min(trials[name])
+        text, pool = PEERS[name][number]
+        said = [text, f'gain {gain:.3g}']
+        if len(maps.sizes) > 1:
+            said.append('sizes times ' + ', '.join(f'{g:.2g}' for g in torch.tensor(size_gains).exp()))
         seen = maps
         if name == AVERAGE:
-            gain, said, seen, view_gains = 1.0, [], Maps(maps.views[:1], maps.labels), (0.0,)
-        features = pooled({name: pool}, seen, judged, view_gains)[name]
+            gain, said, seen, size_gains = 1.0, [], Maps(maps.sizes[:1], maps.labels), (0.0,)
+        features = pooled({name: pool}, seen, judged, size_gains)[name]
         with torch.inference_mode():
             logits = classifier(gain * features)
         results[name] = outcome(logits, maps.labels[judged], ', '.join(filter(None, said)))
@@ -180,9 +161,9 @@ def judge_peers(
 
 
 def pooled(pools: dict[Any, Pool], maps: Maps, index: Tensor, log_gains: Sequence[float] = ()) -> dict[Any, Tensor]:
-    """(images, C) features by each of the pools; maps are read once."""
-    # Made before the loop: small results between large temporary tensors would leave the memory in pieces.
-    features = {key: torch.empty(len(index), maps.views[0].shape[1]) for key in pools}
+    """(images, C) features of each pool; the maps are read once."""
+    # Allocate the results before the loop: between large temporary tensors they would fragment the memory.
+    features = {key: torch.empty(len(index), maps.sizes[0].shape[1]) for key in pools}
     with torch.inference_mode():
         for begin in range(0, len(index), CHUNK):
             sets = maps.sets(index[begin : begin + CHUNK], log_gains)

@@ -1,4 +1,4 @@
-"""What evidence.py reports: scores, paired differences, and the regret of each pooling."""
+"""The report of evidence.py: scores, paired differences, and the regret of each pooling."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -77,7 +77,7 @@ def by_area(network: str, outcomes: dict[str, Outcome], areas: Tensor) -> list[S
 
 
 def two_scales(network: str, both: dict[str, Outcome], large: dict[str, Outcome]) -> list[dict[str, Any]]:
-    """Rows of the small view alone, the large view alone and both as one set; differences ± standard errors."""
+    """Rows of the small size alone, the large size alone and both as one set; differences ± standard errors."""
     small = both[AVERAGE]
     judged = {('224 px alone', AVERAGE): small}
     judged |= {('384 px alone', name): outcome for name, outcome in large.items()}
@@ -87,7 +87,7 @@ def two_scales(network: str, both: dict[str, Outcome], large: dict[str, Outcome]
         difference = 100 * (outcome.right - small.right)
         error = float(difference.std()) / len(difference) ** 0.5
         rows.append(
-            {'network': network, 'views': seen, 'pooling': name, 'top-1 %': f'{100 * float(outcome.right.mean()):.1f}'}
+            {'network': network, 'sizes': seen, 'pooling': name, 'top-1 %': f'{100 * float(outcome.right.mean()):.1f}'}
             | {'− 224 px alone': '' if outcome is small else f'{float(difference.mean()):+.1f} ± {error:.1f}'}
             | {'cross-entropy': f'{float(outcome.loss.mean()):.3f}', 'setting': outcome.setting}
         )
@@ -108,13 +108,8 @@ def of_classes(network: str, dataset: str, found: dict[str, Any], labels: int) -
     return Setting(network, 'new classes', f'{dataset}, {labels} labels', shares, {}, said)
 
 
-def write(
-    results: Results,
-    settings: Sequence[Setting],
-    boxes: Sequence[dict[str, Any]],
-    scales: Sequence[dict[str, Any]],
-):
-    """Tables and the figure."""
+def write(results: Results, settings: Sequence[Setting], scales: Sequence[dict[str, Any]]):
+    """Write the tables and the figure."""
     if not settings:
         return
     names = _by_regret(settings)
@@ -124,13 +119,10 @@ def write(
         for s in settings
         for name in s.scores
     ]
-    readable = [row | {'shown': f'{row["score"]:.1f}'} for row in rows]
-    tables = {
-        f'scores_{_stem(network)}': pivot(
-            [r for r in readable if r['network'] == network], ['task'], 'pooling', 'shown'
-        )
-        for network in dict.fromkeys(s.network for s in settings)
-    }
+    tables = {}
+    for network in dict.fromkeys(s.network for s in settings):
+        scores = [row | {'shown': f'{row["score"]:.1f}'} for row in rows if row['network'] == network]
+        tables[f'scores_{network.split("-")[0].lower()}'] = pivot(scores, ['task'], 'pooling', 'shown')
     losses = [r | {'shown': f'{r["cross-entropy"]:.3f}'} for r in rows if r['cross-entropy'] != '']
     if losses:
         tables['losses'] = pivot(losses, ['network', 'task'], 'pooling', 'shown')
@@ -146,8 +138,6 @@ def write(
     tables['regret'] = _regret_table(settings, names)
     results.table('tasks', rows, **tables)
     results.tables['verdict'] = '\n'.join(f'- {line}' for line in verdict(settings)) + '\n'
-    if boxes:
-        results.table('boxes', boxes)
     if scales:
         results.table('two_scales', scales)
     results.figure('regret', draw(settings, names))
@@ -167,9 +157,8 @@ def verdict(settings: Sequence[Setting]) -> list[str]:
     ]
     if used:
         gains = torch.tensor([s.scores[OURS] - s.scores[AVERAGE] for s in used])
-        below = [
-            f'{s.network}, {s.task} ({gain:+.1f})' for s, gain in zip(used, gains.tolist(), strict=True) if gain < 0
-        ]
+        pairs = zip(used, gains.tolist(), strict=True)
+        below = [f'{s.network}, {s.task} ({gain:+.1f})' for s, gain in pairs if gain < 0]
         lines.append(
             f'Over the {len(used)} settings with shifted images or new classes ours gains {gains.mean():+.2f} points '
             f'on average pooling (from {gains.min():+.1f} to {gains.max():+.1f})'
@@ -212,13 +201,8 @@ def _regret_table(settings: Sequence[Setting], names: Sequence[str]) -> list[dic
 def draw(settings: Sequence[Setting], names: Sequence[str]) -> Figure:
     """The regret of each pooling by task, the mean over the networks, and over all in the last column."""
     tasks = list(dict.fromkeys(s.task for s in sorted(settings, key=lambda s: FAMILIES.index(s.family))))
-    columns = [[s for s in settings if s.task == task] for task in tasks]
-    values = torch.tensor(
-        [
-            [_mean([s.regrets[name] for s in column if name in s.regrets]) for column in [*columns, settings]]
-            for name in names
-        ]
-    )
+    columns = [_mean_regret([s for s in settings if s.task == task]) for task in tasks] + [_mean_regret(settings)]
+    values = torch.tensor([[column.get(name, float('nan')) for column in columns] for name in names])
     figure = Figure(figsize=(2.2 + 0.55 * (len(tasks) + 1), 1.6 + 0.36 * len(names)), layout='constrained')
     axes = figure.subplots()
     axes.imshow(values.clamp_max(6).numpy(), cmap='YlOrRd', aspect='auto', vmin=0, vmax=8)
@@ -238,7 +222,3 @@ def _mean(values: Sequence[float]) -> float:
 
 def _interval(value: float, low: float, high: float) -> str:
     return f'{value:+.1f} ({low:+.1f} to {high:+.1f})'
-
-
-def _stem(network: str) -> str:
-    return network.split('-')[0].lower()

@@ -1,4 +1,4 @@
-"""Launches and bytes of the pooling on a GPU that is not there, counted with tensors that have no values.
+"""Launches and bytes of the poolings on a GPU, counted without one by running them on fake tensors.
 
     python -m benchmarks.launches              # at matmul precision 'highest'
     python -m benchmarks.launches --precision high --detail sinkhorn
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.speed import GeM
 from benchmarks.tables import to_markdown
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
+from rotp_vision.layers import GeMPool2d, GlobalROTPool2d, LocalROTPool2d
 
 BANDWIDTH = {'H100': 3.35e12, 'A100': 2.0e12}  # bytes per second
 SHARE_OF_BANDWIDTH = 0.8
@@ -35,7 +35,7 @@ WINDOWS: dict[str, Any] = {'kernel_size': 3, 'stride': 2, 'padding': 1}
 
 
 class Count(NamedTuple):
-    """What forward and backward of a layer take."""
+    """Cost of forward and backward of a layer."""
 
     launches: int
     bytes: int
@@ -62,11 +62,11 @@ class Counter(TorchDispatchMode):
         view = any(out.alias_info is not None and not out.alias_info.is_write for out in func._schema.returns)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if outputs and not view and not operation.startswith(NO_LAUNCH):
-            # Of these the input only says what to make.
+            # These read only the shape of their input.
             read = () if operation.startswith('new_') or operation.endswith('_like') else (args, kwargs)
             inputs = [leaf for leaf in tree_leaves(read) if isinstance(leaf, Tensor)]
             for tensor in (*inputs, *outputs):
-                # A number of Python's that became a tensor stays on the CPU, and costs nothing.
+                # A Python number wrapped in a tensor stays on the CPU and costs nothing.
                 if tensor.device != torch.device(DEVICE) and tensor.dim():
                     raise RuntimeError(f'{operation} on {tensor.device}')
             self.launches.append((operation, sum(map(_bytes, {id(t): t for t in (*inputs, *outputs)}.values()))))
@@ -74,7 +74,7 @@ class Counter(TorchDispatchMode):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What is in memory of it: an expanded axis is there once."""
+    """Bytes in memory; an expanded axis counts once."""
     values = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         values *= size if stride else min(size, 1)
@@ -104,6 +104,7 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]]:
     rows: dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]] = {
         'average': (lambda: nn.AdaptiveAvgPool2d(1), GLOBAL, True),
         'GeM': (GeM, GLOBAL, True),
+        'GeMPool2d': (lambda: GeMPool2d(learn=True), GLOBAL, True),
         'the default': (GlobalROTPool2d, GLOBAL, True),
         'the default, contiguous map': (GlobalROTPool2d, GLOBAL, False),
         'the default with a norm prior': (lambda: GlobalROTPool2d({'prior': 'norm'}), GLOBAL, True),

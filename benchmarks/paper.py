@@ -1,4 +1,4 @@
-"""The paper's analysis of its layers, made again: each a table and a plot. See PAPER.md.
+"""The paper's analysis of its layers, repeated: a table and a plot for each part. See PAPER.md.
 
     python -m benchmarks.paper --output runs/paper
 
@@ -26,7 +26,7 @@ EXPONENTS = range(-5, 5)
 
 
 class Results:
-    """Writes what an analysis found; remembers the Markdown tables for the page."""
+    """Writes the results of an analysis, and keeps the Markdown tables for the page."""
 
     def __init__(self, output: Path):
         self.output = output
@@ -58,12 +58,8 @@ def save_figure(figure: Figure, path: Path):
 
 def convergence(results: Results, **sizes: int):
     rows = paper_analyses.convergence(**sizes)
-    results.table(
-        'convergence',
-        rows,
-        expectation=pivot(rows, ['solver'], 'iterations', '⟨−X, P⟩'),
-        objective=pivot(rows, ['solver'], 'iterations', 'objective'),
-    )
+    tables = {'expectation': '⟨−X, P⟩', 'objective': 'objective'}
+    results.table('convergence', rows, **{k: pivot(rows, ['solver'], 'iterations', v) for k, v in tables.items()})
     results.figure('convergence', paper_figures.convergence(rows))
 
 
@@ -79,16 +75,11 @@ def stability(results: Results, exponents: Sequence[int] = EXPONENTS, seeds: Seq
 def precision(results: Results, **sizes: int):
     rows, plans = paper_analyses.precision(**sizes)
     named = [row | {'limit': f'{row["pooling"]}, {row["setting"]}'} for row in rows]
-    results.table(
-        'precision',
-        rows,
-        pooled=pivot(named, ['solver'], 'limit', 'pooled error'),
-        plan=pivot(named, ['solver'], 'limit', 'plan error'),
-    )
+    errors = {key: pivot(named, ['solver'], 'limit', f'{key} error') for key in ('pooled', 'plan')}
+    results.table('precision', rows, **errors)
     settings = paper_analyses.precision_settings()
-    results.table(
-        'precision_settings', settings, pooled=pivot(settings, ['solver', 'T', 'ρ'], 'pooling', 'pooled error')
-    )
+    pooled = pivot(settings, ['solver', 'T', 'ρ'], 'pooling', 'pooled error')
+    results.table('precision_settings', settings, pooled=pooled)
     results.figure('precision', paper_figures.precision(plans))
 
 
@@ -114,12 +105,8 @@ def differences(results: Results, most_iters: int = 4096):
     results.table('sinkhorn_update', updates, excess=pivot(updates, ['update'], 'steps', 'objective − optimum'))
     results.table('dual_steps', duals, excess=pivot(duals, ['variant'], 'iterations', 'relative excess'))
     results.table('structural_factor', paper_analyses.structural_factor())
-    results.table(
-        'scale',
-        scales,
-        samples=pivot(scales, ['feature scale'], 'scale', 'effective samples'),
-        inflation=pivot(scales, ['feature scale'], 'scale', 'output / mean'),
-    )
+    tables = {'samples': 'effective samples', 'inflation': 'output / mean'}
+    results.table('scale', scales, **{k: pivot(scales, ['feature scale'], 'scale', v) for k, v in tables.items()})
     results.figure('differences', paper_figures.differences(updates, duals, scales))
 
 
@@ -131,7 +118,7 @@ def renew_page(page: Path, results: Results, prefix: str = 'paper'):
             rf'(<!-- table: {name} -->\n).*?(<!-- end -->)', lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
         )
         if count != 1:
-            raise ValueError(f'{page} must have one place for the table {name}, got {count}')
+            raise ValueError(f'{page} must have one mark for the table {name}, got {count}')
     write_atomically(page, text)
     figures = page.parent / 'figures'
     figures.mkdir(exist_ok=True)

@@ -11,11 +11,13 @@ from torch import Tensor
 
 from benchmarks.paper_published import linear_dual_trail, published_sinkhorn
 from rotp_vision.core import ROTProblem, average, make_solver, objective, rot_problem, solve, structural_force
+from rotp_vision.core.solver import PAPER_START
 from rotp_vision.layers import ROTSetPool
 
 Rows = list[dict[str, Any]]
 
 PUBLISHED_SINKHORN = 'Sinkhorn, as printed'
+ALPHA = ('smoothness', 'feature_penalty', 'sample_penalty')  # α1, α2, α3
 SOLVERS = {
     'Sinkhorn': 'sinkhorn',
     'BADMM-E': 'badmm-e',
@@ -25,8 +27,6 @@ SOLVERS = {
 }
 # Iterations that a solver needs at least, as powers of two; fewer than three leave coupled penalties without effect.
 LEAST = {'coupled BADMM-E': 4, 'coupled BADMM-Q': 4}
-# softplus(0), where the published code starts every weight.
-PAPER_START = 0.6931471805599453
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,7 +47,7 @@ def plan_of(
 
     With a structural term Sinkhorn needs outer steps: a quarter as many, of four iterations, with τ = `proximal`.
     """
-    weights = dict(zip(('smoothness', 'feature_penalty', 'sample_penalty'), alpha, strict=True))
+    weights: dict[str, Any] = dict(zip(ALPHA, alpha, strict=True))
     outer, inner = (max(num_iters // 4, 1), 4) if structure else (1, num_iters)
     if name == PUBLISHED_SINKHORN:
         tau = (proximal or 0.0) if structure else 0.0
@@ -68,18 +68,12 @@ def log_plan_of(name: str, problem: ROTProblem, weights: Mapping[str, float | No
 
 def objective_of(problem: ROTProblem, log_plan: Tensor, alpha: tuple[float, float, float], name: str = '') -> Tensor:
     """(B,) the objective that the named solver minimises."""
-    return objective(
-        problem,
-        log_plan,
-        smoothness=alpha[0],
-        feature_penalty=alpha[1],
-        sample_penalty=alpha[2],
-        regularizer='quadratic' if name.endswith('Q') else 'entropic',
-    )
+    weights = dict(zip(ALPHA, alpha, strict=True))
+    return objective(problem, log_plan, **weights, regularizer='quadratic' if name.endswith('Q') else 'entropic')
 
 
 def convergence(num_sets: int = 50, num_features: int = 100, num_samples: int = 500, most_iters: int = 32) -> Rows:
-    """<-X, P> and objective, mean over the sets, against the number of modules; every weight at softplus(0)."""
+    """<-X, P> and objective, mean over the sets, against the number of iterations; every weight at softplus(0)."""
     problem = rot_problem(random(num_sets, num_features, num_samples))
     alpha = (PAPER_START,) * 3
     rows = []
@@ -116,14 +110,8 @@ def stability_settings(exponents: Sequence[int] = range(-5, 5), seeds: Sequence[
     settings = [(0.0, steps, None) for steps in (4, 16, 64)] + [(0.1, 16, tau) for tau in (None, 0.01, 0.1, 1.0)]
     rows = []
     for name, (structure, steps, tau), seed in itertools.product((PUBLISHED_SINKHORN, 'Sinkhorn'), settings, seeds):
-        mass = _masses(
-            name,
-            rot_problem(random(1, 5, 10, seed=seed)),
-            exponents,
-            num_iters=steps,
-            structure=structure,
-            proximal=tau,
-        )
+        problem = rot_problem(random(1, 5, 10, seed=seed))
+        mass = _masses(name, problem, exponents, num_iters=steps, structure=structure, proximal=tau)
         setting = {'solver': name, 'α0': structure, 'steps': steps, 'τ': tau or '', 'seed': seed}
         rows.append(setting | _counts(mass))
     return rows
@@ -175,15 +163,11 @@ def precision(num_iters: int = 16, rho: float | None = None) -> tuple[Rows, dict
             for name in (PUBLISHED_SINKHORN, *SOLVERS):
                 log_plan = plan_of(name, problem, alpha, rho=rho or alpha[0], num_iters=num_iters)
                 plans[pooling, setting, name] = log_plan[0].exp()
-                rows.append(
-                    {
-                        'pooling': pooling,
-                        'setting': setting,
-                        'solver': name,
-                        'plan error': (log_plan[0].exp() - truth).abs().sum().item(),
-                        'pooled error': (average(x, log_plan)[0] - expected).abs().max().item(),
-                    }
-                )
+                errors = {
+                    'plan error': (log_plan[0].exp() - truth).abs().sum().item(),
+                    'pooled error': (average(x, log_plan)[0] - expected).abs().max().item(),
+                }
+                rows.append({'pooling': pooling, 'setting': setting, 'solver': name} | errors)
     return rows, plans
 
 
@@ -201,7 +185,7 @@ def runtime(repeats: int = 20, iteration_counts: Sequence[int] = (5, 10, 20, 50)
     """Median CPU time of a forward pass on one thread over that of BADMM-E at the panel's first point; D = 5, K = 5.
 
     The panels are the paper's: against T at N = 50 and against N at T = 50, with and without the structural term;
-    without it Sinkhorn needs no outer loop and does T steps in one module. Candidates take turns within a repeat.
+    without it Sinkhorn needs no outer loop and does T iterations. Candidates take turns within a repeat.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -218,16 +202,9 @@ def runtime(repeats: int = 20, iteration_counts: Sequence[int] = (5, 10, 20, 50)
                     calls[name, num_iters if against == 'T' else num_samples] = call
                 medians = _medians(calls, repeats)
                 unit = medians['BADMM-E', points[0][0] if against == 'T' else points[0][1]]
+                panel = {'α0': structure, 'against': against}
                 for (name, value), median in medians.items():
-                    rows.append(
-                        {
-                            'α0': structure,
-                            'against': against,
-                            'value': value,
-                            'solver': name,
-                            'relative time': median / unit,
-                        }
-                    )
+                    rows.append(panel | {'value': value, 'solver': name, 'relative time': median / unit})
     finally:
         torch.set_num_threads(threads)
     return rows
@@ -275,21 +252,16 @@ def sinkhorn_update(counts: Sequence[int] = (1, 2, 4, 8, 16, 32)) -> Rows:
     rows = []
     for count, name in itertools.product(counts, (PUBLISHED_SINKHORN, 'Sinkhorn')):
         log_plan = plan_of(name, problem, alpha, rho=1.0, num_iters=count)
-        rows.append(
-            {
-                'update': name,
-                'steps': count,
-                'objective − optimum': (objective_of(problem, log_plan, alpha) - optimum).max().item(),
-                'mass': log_plan.exp().sum((1, 2)).mean().item(),
-            }
-        )
+        excess = (objective_of(problem, log_plan, alpha) - optimum).max().item()
+        mass = log_plan.exp().sum((1, 2)).mean().item()
+        rows.append({'update': name, 'steps': count, 'objective − optimum': excess, 'mass': mass})
     return rows
 
 
 def dual_steps(most_iters: int = 4096) -> Rows:
-    """Relative excess over the optimal objective against modules, ρ = 1: published and coupled with both dual steps."""
+    """Relative excess over the optimal objective by iterations, ρ = 1: published, and coupled with both dual steps."""
     problem, alpha, optimum = _small_problem()
-    weights = {'smoothness': alpha[0], 'feature_penalty': alpha[1], 'sample_penalty': alpha[2]}
+    weights = dict(zip(ALPHA, alpha, strict=True))
     linear = linear_dual_trail(problem, most_iters, step=1.0, **weights)
     rows = []
     count = 1
@@ -322,13 +294,8 @@ def structural_factor() -> Rows:
     rows = []
     for factor, meaning in ((1, 'the paper’s bilinear form, ours'), (2, 'gradient of the quadratic form')):
         total = slope - factor * alpha0 * force
-        rows.append(
-            {
-                'force': f'{factor} α0 Σ1 P Σ2ᵀ',
-                'meaning': meaning,
-                'spread of slopes': (total.max() - total.min()).item(),
-            }
-        )
+        spread = (total.max() - total.min()).item()
+        rows.append({'force': f'{factor} α0 Σ1 P Σ2ᵀ', 'meaning': meaning, 'spread of slopes': spread})
     return rows
 
 
@@ -349,12 +316,6 @@ def channel_scale(scales: Sequence[float] = (0.01, 0.1, 1.0, 10.0, 100.0)) -> Ro
             inflation = layer.pool_sets(x) / x.mean(2)
         effective = torch.special.entr(share).sum(2).exp()
         for i, scale in enumerate(scales):
-            rows.append(
-                {
-                    'feature scale': feature_scale,
-                    'scale': scale,
-                    'effective samples': effective[i].mean().item(),
-                    'output / mean': inflation[i].mean().item(),
-                }
-            )
+            means = {'effective samples': effective[i].mean().item(), 'output / mean': inflation[i].mean().item()}
+            rows.append({'feature scale': feature_scale, 'scale': scale} | means)
     return rows

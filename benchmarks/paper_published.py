@@ -1,4 +1,4 @@
-"""Two algorithms that the library does not have, kept to be measured against: see PAPER.md, "Where we differ"."""
+"""Two algorithms that are not in the library, for comparison: see PAPER.md, "Where we differ"."""
 
 import torch
 from torch import Tensor
@@ -8,8 +8,8 @@ from rotp_vision.core import ROTProblem, objective, structural_force
 
 def published_sinkhorn(
     problem: ROTProblem,
-    num_modules: int,
-    num_inner: int,
+    num_outer: int,
+    num_iters: int,
     *,
     smoothness: float,
     feature_penalty: float,
@@ -19,8 +19,8 @@ def published_sinkhorn(
 ) -> Tensor:
     """(B, D, N) log plan by Algorithm 1 exactly as the paper prints it.
 
-    Nothing is put right: the duals have their extra 1 / α1', both are updated from the same
-    Y, the plan is not brought to mass one, and where the iteration diverges it becomes NaN.
+    Nothing is corrected: the duals have their extra 1 / α1', both are updated from the same Y, the plan is not
+    normalised to mass one, and it becomes NaN where the iteration diverges.
     """
     x, log_p0, log_q0, mask, *_ = problem
     if mask is not None:
@@ -28,7 +28,7 @@ def published_sinkhorn(
     log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)
     alpha1 = smoothness + proximal
     log_plan = (log_p0 + log_q0).expand_as(x)
-    for _ in range(num_modules):
+    for _ in range(num_outer):
         # Line 3. Terms with a weight of zero are left out rather than multiplied by it: 0 · inf is NaN.
         cost = -x
         if structure:
@@ -37,7 +37,7 @@ def published_sinkhorn(
             cost = cost - proximal * log_plan
         a, b = torch.zeros_like(log_p0), torch.zeros_like(log_q0)  # line 4
         y = -cost / alpha1
-        for _ in range(num_inner):
+        for _ in range(num_iters):
             log_p, log_q = y.logsumexp(2, keepdim=True), y.logsumexp(1, keepdim=True)  # lines 6, 7
             a = feature_penalty / (alpha1 + feature_penalty) * (a / alpha1 + log_p0 - log_p)  # line 8
             b = sample_penalty / (alpha1 + sample_penalty) * (b / alpha1 + log_q0 - log_q)
@@ -48,17 +48,17 @@ def published_sinkhorn(
 
 def linear_dual_trail(
     problem: ROTProblem,
-    num_modules: int,
+    num_iters: int,
     *,
     smoothness: float,
     feature_penalty: float,
     sample_penalty: float,
     step: float,
 ) -> Tensor:
-    """(T, B) objective after every module of coupled BADMM-E with the usual dual steps.
+    """(T, B) objective after every iteration of coupled BADMM-E with the usual dual steps.
 
-    The library's coupled solver but for one thing: the duals step by the residual itself, Z += ρ (P - S),
-    z1 += ρ (μ - P1), z2 += ρ (η - Sᵀ1), not by that of the logarithms.
+    This is the library's coupled solver, except that the duals step by the residual itself, Z += ρ (P - S),
+    z1 += ρ (μ - P1), z2 += ρ (η - Sᵀ1), and not by the residual of the logarithms.
     """
     alpha = {'smoothness': smoothness, 'feature_penalty': feature_penalty, 'sample_penalty': sample_penalty}
     x, log_p0, log_q0, *_ = problem
@@ -67,7 +67,7 @@ def linear_dual_trail(
     z = z1 = z2 = torch.zeros((), dtype=x.dtype)
     kappa = step / (smoothness + step)
     trail = []
-    for _ in range(num_modules):
+    for _ in range(num_iters):
         y = (x - z) / step + log_s
         log_row = (0.5 * (y.logsumexp(2, keepdim=True) + log_mu + z1 / step)).log_softmax(1)
         log_p = y.log_softmax(2) + log_row

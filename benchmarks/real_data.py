@@ -1,11 +1,13 @@
-"""Real networks and labelled images from a data directory, and the maps that the networks make of them.
+"""Real networks and labelled images from a data directory, and the networks' maps of the images.
 
 The directory holds `images/*.parquet` (Hugging Face image layout), `weights/*.safetensors` and `builders.py`, which
 builds the networks. Its path is an argument of every command that needs it.
 """
 
 import argparse
+import csv
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,19 +15,22 @@ import numpy as np
 import torch
 from datasets import load_dataset
 from PIL import Image, ImageFilter
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision import transforms
 from tqdm import tqdm
 
 from rotp_vision.files import replacing
 
-SHARD = 50  # images whose maps are written at a time
-BATCH = 10  # images that pass through a network at a time: activations of more leave the processor's cache
+SHARD = 50  # images per shard of the cached maps
+BATCH = 10  # images per forward pass, so that activations stay in the processor's cache
+NEAR = 0.985  # two images whose average features have a larger cosine are in one group
 
 
 class Network(NamedTuple):
-    """A network, the images that it has not seen in training, and how it wants them."""
+    """A network, images that it was not trained on, and their preprocessing."""
 
     name: str
     builder: str
@@ -96,8 +101,27 @@ def column_of(network: Network, data: Path, column: str, limit: int | None = Non
     return _rows(network, data).select_columns([column])[:limit][column]
 
 
+def groups_of(images: str, names: Sequence[str], features: Tensor) -> Tensor:
+    """(images,) numbers of the groups that must not be divided, by name or, for tiles, by similarity of features."""
+    if images != 'magnetic_tile6':
+        return torch.from_numpy(np.unique(names, return_inverse=True)[1])
+    unit = F.normalize(features.float())
+    return torch.from_numpy(connected_components((unit @ unit.T > NEAR).numpy(), directed=False)[1]).long()
+
+
+def areas_of(network: Network, data: Path, limit: int | None) -> Tensor:
+    """(images,) share of each image that the largest box of an object covers; NaN without a box."""
+    areas: dict[str, float] = {}
+    with (data / 'images' / f'{network.images}_boxes.csv').open() as lines:
+        for row in csv.DictReader(lines):
+            width, height, x0, y0, x1, y1 = (float(row[key]) for key in ('width', 'height', 'x0', 'y0', 'x1', 'y1'))
+            area = (x1 - x0) * (y1 - y0) / (width * height)
+            areas[row['file']] = max(area, areas.get(row['file'], 0.0))
+    return torch.tensor([areas.get(file, float('nan')) for file in column_of(network, data, 'file', limit)])
+
+
 class SmallObjects(Dataset):
-    """Photos shrunk to a part of the side of what a network sees, each at a random place of another, blurred or not."""
+    """Photos shrunk to a part of their side and pasted at a random position of another photo, blurred or sharp."""
 
     def __init__(self, network: Network, data: Path, count: int, parts: int, blur: int):
         self.label, self.size, self.count, self.blur = network.label, network.size, count, blur
@@ -105,7 +129,7 @@ class SmallObjects(Dataset):
         self.crop = transforms.Compose([transforms.Resize(network.resize), transforms.CenterCrop(network.size)])
         self.finish = transforms.Compose([transforms.ToTensor(), transforms.Normalize(network.mean, network.std)])
         self.side = network.size // parts
-        self.places = np.random.default_rng(1).integers(0, network.size - self.side + 1, (count, 2)).tolist()
+        self.corners = np.random.default_rng(1).integers(0, network.size - self.side + 1, (count, 2)).tolist()
 
     def __len__(self) -> int:
         return self.count
@@ -114,7 +138,7 @@ class SmallObjects(Dataset):
         row, other = self.images[index], self.images[(self.count + index) % len(self.images)]
         canvas = self.crop(other['image'].convert('RGB')).filter(ImageFilter.GaussianBlur(self.blur))
         small = self.crop(row['image'].convert('RGB')).resize((self.side,) * 2, Image.Resampling.BICUBIC)
-        canvas.paste(small, tuple(self.places[index]))
+        canvas.paste(small, tuple(self.corners[index]))
         return {'x': self.finish(canvas), 'y': row[self.label]}
 
 
@@ -130,9 +154,8 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
         network: whose images and transform.
         data: the data directory.
         limit: use only so many images.
-        task: 'plain'; a side in pixels, '384', to which size and resize are set in proportion; '384 whole' for the
-            whole shorter side at that size; one of `SMALL` for `SmallObjects`; or the name of an image file, whose
-            labels are those of its column 'label'.
+        task: 'plain'; a side in pixels, '384', with a resize in proportion; '384 whole' for the whole shorter side at
+            that size; one of `SMALL` for `SmallObjects`; or the name of an image file with a column 'label'.
     """
     if task in SMALL:
         part, background = task.split('-')
@@ -150,9 +173,9 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
 def maps_of(
     network: Network, model: nn.Module, data: Path, cache: Path, limit: int | None, task: str = 'plain'
 ) -> tuple[Tensor, Tensor]:
-    """(images, C, H, W) float16 maps before the global pooling, mapped from a file in `cache`, and labels.
+    """(images, C, H, W) float16 maps before the global pooling, memory-mapped from `cache`, and labels.
 
-    Maps that are not there are made; if that is stopped, it goes on where it was. Tasks: see `task_images`.
+    Missing maps are computed first; an interrupted computation resumes. Tasks: see `task_images`.
     """
     images = task_images(network, data, limit, task)
     directory = cache / f'{network.builder}-{network.images if task == "plain" else task}-{len(images)}'
@@ -180,22 +203,3 @@ def maps_of(
     shards = sorted(directory.glob('*.pt'), key=lambda shard: int(shard.stem))
     labels = torch.cat([torch.load(shard, weights_only=True) for shard in shards])
     return torch.from_numpy(np.load(path, mmap_mode='c')), labels
-
-
-def main():
-    """Make the maps of some tasks, so that the commands which need them find them."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    add_data_arguments(parser)
-    parser.add_argument('--network', default='', help='only networks with this in their name')
-    parser.add_argument('--tasks', nargs='+', default=['plain'], help='a task, or TASK:LIMIT')
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    for network in [network for network in NETWORKS if args.network in network.name]:
-        model = build(network, args.data)
-        for task in args.tasks:
-            name, _, limit = task.partition(':')
-            maps_of(network, model, args.data, args.cache, int(limit) if limit else args.limit, name)
-
-
-if __name__ == '__main__':
-    main()

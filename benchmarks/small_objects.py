@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from benchmarks.paper import Results, renew_page
 from benchmarks.tables import pivot
+from rotp_vision.data.generated import CLASSES, generate
 from rotp_vision.layers import GlobalROTPool2d, PoolOptions
-from rotp_vision.training.generated import CLASSES, generate
 
 SIZE = 64
 RADII = (0.04, 0.055, 0.075, 0.1, 0.14, 0.2)  # in parts of the image's side
@@ -151,14 +151,8 @@ def draw(summary: list[dict]) -> Figure:
     names = dict.fromkeys(row['pooling'] for row in summary)
     for name, marker in zip(names, 'os^DvxPX', strict=True):
         line = [row for row in summary if row['pooling'] == name]
-        axes.errorbar(
-            [100 * row['radius'] for row in line],
-            [row['mean'] for row in line],
-            yerr=[row['error'] for row in line],
-            marker=marker,
-            capsize=3,
-            label=name,
-        )
+        radii, means, errors = zip(*((100 * row['radius'], row['mean'], row['error']) for row in line), strict=True)
+        axes.errorbar(radii, means, yerr=errors, marker=marker, capsize=3, label=name)
     axes.axhline(100 / len(CLASSES), color='grey', linestyle=':', label='chance')
     axes.set(xscale='log', xlabel="object's radius in % of the image's side", ylabel='top-1 %')
     axes.set_xticks([100 * radius for radius in RADII], [f'{100 * radius:g}' for radius in RADII])

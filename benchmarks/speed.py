@@ -3,8 +3,8 @@
     python -m benchmarks.speed                      # writes speed.md
     python -m benchmarks.speed --before ../checkout # also the layers of another commit, checked out there
 
-All rows of a table are timed in turns, in one process, so that whatever else the machine does falls on all alike. No
-multiple carries over to another machine. The tables name the processor and its vectors.
+All rows of a table are timed in turns, in one process, so that other load affects them alike. Multiples do not carry
+over to other machines, so the tables name the processor and its vector instructions.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from benchmarks.tables import to_markdown
 from rotp_vision.files import write_atomically
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d
+from rotp_vision.layers import GeMPool2d, GlobalROTPool2d, LocalROTPool2d
 
 Row = dict[str, Any]
 Pools = Mapping[str, nn.Module]
@@ -61,7 +61,7 @@ OTHERS_BEFORE: dict[str, dict[str, Any]] = {
 
 
 class GeM(nn.Module):
-    """Generalized mean with a learnable exponent."""
+    """GeM as it is usually written, the unit of the tables; `GeMPool2d` computes the same in the log domain."""
 
     def __init__(self):
         super().__init__()
@@ -117,6 +117,7 @@ def peers(channels: int) -> dict[str, nn.Module]:
     pools = {
         'average': nn.AdaptiveAvgPool2d(1),
         'GeM': GeM(),
+        'GeMPool2d': GeMPool2d(learn=True),
         'softmax': SoftmaxPool(),
         'timm LsePlus2d': LsePlus2d(),
         'timm SimPool2d': SimPool2d(channels),
@@ -151,11 +152,7 @@ def training_step(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
 
 
 def inference_step(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        with torch.no_grad():
-            pool(maps)
-
-    return step
+    return torch.no_grad()(lambda: pool(maps))
 
 
 def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
@@ -176,16 +173,16 @@ def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
     return sum(kept.values()) / maps.untyped_storage().nbytes()
 
 
-def cost_rows(shape: str, pools: Pools, maps: Tensor, timing: Timing, unit: str = 'GeM') -> list[Row]:
-    """A row for each pool, its times as multiples of the pool `unit`."""
+def cost_rows(shape: str, pools: Pools, maps: Tensor, timing: Timing) -> list[Row]:
+    """A row for each pool, with its times as multiples of GeM's."""
     times = medians({name: training_step(pool, maps) for name, pool in pools.items()}, timing)
     inference = medians({name: inference_step(pool, maps) for name, pool in pools.items()}, timing)
     return [
         {
             'map': shape,
             'pooling': name,
-            f'× {unit}': times[name] / times[unit],
-            f'inference × {unit}': inference[name] / inference[unit],
+            '× GeM': times[name] / times['GeM'],
+            'inference × GeM': inference[name] / inference['GeM'],
             'saved × map': saved_multiple(pool, maps),
             'ms': 1e3 * times[name],
             'inference ms': 1e3 * inference[name],
@@ -200,8 +197,8 @@ def layout_rows(timing: Timing, before: Any) -> list[Row]:
     for shape, channels_last in LAYOUTS:
         maps = torch.randn(shape).abs()
         maps = maps.contiguous(memory_format=torch.channels_last) if channels_last else maps
-        pools = {'GeM': GeM(), 'softmax': SoftmaxPool(), 'default': GlobalROTPool2d()}
-        pools['default, norm prior'] = GlobalROTPool2d({'prior': 'norm'})
+        pools = {'GeM': GeM(), 'GeMPool2d': GeMPool2d(learn=True), 'softmax': SoftmaxPool()}
+        pools |= {'default': GlobalROTPool2d(), 'default, norm prior': GlobalROTPool2d({'prior': 'norm'})}
         if before is not None:
             pools |= {
                 'before': before.GlobalROTPool2d(),
@@ -231,11 +228,9 @@ def pool_rows(timing: Timing, before: Any) -> list[Row]:
 
 def local_rows(timing: Timing, before: Any) -> list[Row]:
     pools: dict[str, nn.Module] = {'average': nn.AvgPool2d(3, 2), 'max': nn.MaxPool2d(3, 2), 'GeM': LocalGeM()}
-    for where, layers in (('', None), ('before: ', before)):
+    makers = {'': LocalROTPool2d} | ({} if before is None else {'before: ': before.LocalROTPool2d})
+    for where, make in makers.items():
         for solver in ('sinkhorn', 'badmm-e'):
-            if layers is None and where:
-                continue
-            make = LocalROTPool2d if layers is None else layers.LocalROTPool2d
             pools[f'{where}{solver}'] = make({'solver': solver}, kernel_size=3, stride=2)
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
     return cost_rows('(8, 64, 112, 112), 3×3 stride 2', pools, maps, timing)

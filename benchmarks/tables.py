@@ -5,14 +5,15 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rotp_vision.tables import markdown_table
+
 Row = Mapping[str, Any]
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """A Markdown table with the keys of the first row as its head."""
     head = list(rows[0])
-    lines = [head, ['---'] * len(head), *([_readable(row[name]) for name in head] for row in rows)]
-    return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+    return markdown_table([head, *([_readable(row[name]) for name in head] for row in rows)]) + '\n'
 
 
 def pivot(rows: Sequence[Row], index: Sequence[str], column: str, value: str) -> list[dict[str, Any]]:
@@ -36,8 +37,4 @@ def to_csv(rows: Sequence[Row]) -> str:
 
 
 def _readable(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    if value != value:
-        return 'NaN'
-    return f'{value:.4g}'
+    return f'{value:.4g}'.replace('nan', 'NaN') if isinstance(value, float) else str(value)

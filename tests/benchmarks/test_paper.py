@@ -152,8 +152,8 @@ def test_page_is_renewed_where_it_is_marked(results, tmp_path):
         assert (tmp_path / 'figures' / f'paper_{path.name}').exists()
         assert f'](figures/paper_{path.name})' in text
 
-    page.write_text('no places')
-    with pytest.raises(ValueError, match='must have one place for the table convergence'):
+    page.write_text('no marks')
+    with pytest.raises(ValueError, match='must have one mark for the table convergence'):
         paper.renew_page(page, results)
 
 
