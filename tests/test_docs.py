@@ -49,7 +49,7 @@ def blocks(page):
 
 
 def commands(page):
-    """The commands of a page's shell blocks, one by one, without comments."""
+    """The commands in the shell blocks of a page, without comments."""
     lines = (block.code.replace('\\\n', ' ') for block in blocks(page) if block.language == 'bash' and not block.reason)
     for line in '\n'.join(lines).splitlines():
         words = shlex.split(line, comments=True)
@@ -79,7 +79,7 @@ def place(tmp_path, monkeypatch):
 
 
 def test_pages_have_blocks():
-    """A fence that is spelled otherwise would not be seen."""
+    """Otherwise a fence in another spelling would go unseen."""
     for page in PAGES:
         assert page.read_text('utf-8').count('\n```') == 2 * len(blocks(page)), page
         assert {block.language for block in blocks(page)} <= {'python', 'bash', 'yaml'}, page
@@ -102,7 +102,7 @@ def test_commands_run(page, place):
 
 
 def check(command):
-    """Run a command where it is cheap, else check what it names."""
+    """Run a cheap command; of others, check that the files, modules and options exist."""
     program, *arguments = command
     if 'train_imagenet.py' in command or 'train' in command:
         check_training(command)
@@ -120,7 +120,7 @@ def check(command):
 
 
 def check_training(command):
-    """The settings of a training run, wherever it is started, are those that the script knows."""
+    """Check that the script knows the settings of a training run."""
     start = next(i for i, word in enumerate(command) if word in ('train_imagenet.py', 'train')) + 1
     parse_config([str(ROOT / word) if word.endswith('.yaml') else word for word in command[start:]])
     if '--config_file' in command:
@@ -163,10 +163,6 @@ def test_links_lead_somewhere():
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / 'mkdocs.yml').read_text('utf-8')
     assert [page.name for page in (ROOT / 'docs').glob('*.md') if f' {page.name}\n' not in navigation] == []
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / 'README.md').read_text('utf-8').splitlines()) <= 90
 
 
 @pytest.mark.skipif(importlib.util.find_spec('mkdocs') is None, reason='pip install .[docs]')

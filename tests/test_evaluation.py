@@ -1,10 +1,12 @@
-"""What is reported about a pooling in comparison with average pooling."""
+"""Comparing a pooling with average pooling."""
 
 import math
 
 import pytest
 import timm
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import rotp_vision
 from rotp_vision.evaluation import counted_positions, positions_sentence, positions_used
@@ -66,3 +68,49 @@ def test_a_plan_within_a_hundredth_of_uniform_is_called_average_pooling():
     assert positions_sentence(48.9, 49) == 'The plan uses 48.9 of 49 positions: the pooling is still average pooling.'
     assert 'still average' not in positions_sentence(48.4, 49)
     assert positions_sentence(12.345, 49).startswith('The plan uses 12.3 of 49 positions; ')
+
+
+X, Y = torch.rand(8, 3, 64, 64, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 3
+
+
+def converted(**options):
+    return rotp_vision.convert(timm.create_model('test_resnet', num_classes=3), options)
+
+
+def test_verify_compares_with_the_native_network_and_leaves_both_as_they_were():
+    model = converted(smoothness=0.3).train()
+    result = rotp_vision.verify(model, [(X[:5], Y[:5]), (X[5:], Y[5:])])
+    with torch.no_grad():
+        ours = model.eval()(X)
+        native = rotp_vision.revert(model)(X)
+    assert result.num_images == 8
+    assert result.converted.loss == pytest.approx(float(F.cross_entropy(ours, Y)), rel=1e-5)
+    assert result.original.loss == pytest.approx(float(F.cross_entropy(native, Y)), rel=1e-5)
+    assert result.largest_difference == pytest.approx(float((ours - native).abs().max()), rel=1e-4)
+    assert result.sentence in str(result)
+
+
+def test_equal_logits_are_wrong():
+    model = converted()
+    for parameter in model.fc.parameters():
+        nn.init.zeros_(parameter)
+    result = rotp_vision.verify(model, [(X, Y)])
+    assert (result.original.top1, result.converted.top1, result.converted.top5) == (0, 0, 1)
+    assert result.sentence.startswith('Keep average pooling')
+
+
+@pytest.mark.parametrize(
+    ('batches', 'message'),
+    [
+        ([], 'at least one batch'),
+        ([(X[:0], Y[:0])], 'holds no image'),
+        ([(X.double(), Y)], 'torch.float64, but the model is torch.float32'),
+        ([(X * math.nan, Y)], 'fc.bias of the model is not finite'),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(batches, message):
+    model = converted()
+    if 'finite' in message:
+        nn.init.constant_(model.fc.bias, math.nan)
+    with pytest.raises(ValueError, match=message):
+        rotp_vision.verify(model, batches)
