@@ -1,4 +1,4 @@
-"""What only a part of the package needs, and how to install it."""
+"""Errors that name the extra which installs a missing package."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def of_extra(extra: str) -> Iterator[None]:
-    """Imports within the block are of packages that `pip install 'rotp_vision[extra]'` brings; an error says so."""
+    """If an import in the block fails, the error names `pip install 'rotp_vision[extra]'`."""
     try:
         yield
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split('.')[0] == 'rotp_vision':
             raise
-        message = f"{error.name} is not installed; pip install 'rotp_vision[{extra}]' brings it"
+        message = f"{error.name} is not installed; pip install 'rotp_vision[{extra}]' installs it"
         raise ModuleNotFoundError(message, name=error.name) from error

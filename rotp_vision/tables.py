@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows in columns of equal width, with a line under the first row; the last column is as wide as it is."""
+    """The rows as text in aligned columns, with a line under the first row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ['  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = '  '.join('-' * width for width in (*widths[:-1], len(rows[0][-1])))

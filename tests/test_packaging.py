@@ -72,7 +72,7 @@ def test_what_lacks_an_extra_names_it():
         'try:\n'
         '    import rotp_vision.visualize\n'
         'except ModuleNotFoundError as error:\n'
-        '    assert str(error).endswith("pip install \'rotp_vision[train]\' brings it"), error\n'
+        '    assert str(error).endswith("pip install \'rotp_vision[train]\' installs it"), error\n'
         'else:\n'
         "    raise AssertionError('no error')\n"
     )

@@ -32,10 +32,6 @@ class ROTPResNet(ResNet):
         ('ROTPResNet', 'log')
     """
 
-    # TorchScript would compile it, or take what is recorded behind it for an attribute; it wants lists.
-    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012
-    __jit_ignored_attributes__ = ['_model_args']  # noqa: RUF012
-
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
         options = pool_options(rotp)
         super().__init__(*args, global_pool='avg' if global_pool == 'rotp' else global_pool, **kwargs)
@@ -68,8 +64,8 @@ class ROTPResNet(ResNet):
 
         Args:
             num_classes: classes of the new classifier, 0 for none.
-            global_pool: None keeps the pooling as it is, and so does 'rotp' if it is ours; where there is none, both
-                make it. One of timm's own ('', 'avg', …) takes its place.
+            global_pool: None keeps the pooling; so does 'rotp' if it is a ROT pooling. If there is no pooling, both
+                make one. One of timm's own ('', 'avg', …) replaces it.
         """
         pool: Any = self.global_pool
         super().reset_classifier(num_classes, 'avg' if global_pool in (None, 'rotp') else global_pool)
@@ -88,7 +84,7 @@ class ROTPResNet(ResNet):
         vars(self)['_model_args'] = dict(arguments)
 
     def pool_arguments(self) -> dict[str, Any]:
-        """The arguments that describe the pooling: all of its options, because a variant fills in what is left out."""
+        """All options of the pools as arguments; a variant would replace missing ones by its own defaults."""
         pools = {'rotp': self.global_pool, 'rotp_stem': self.maxpool}
         return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool)}
 
@@ -100,7 +96,7 @@ _LAYERS = {
     'resnet101': (Bottleneck, (3, 4, 23, 3)),
     'resnet152': (Bottleneck, (3, 8, 36, 3)),
 }
-# Each starts next to what it replaces, for native weights to keep their meaning.
+# Each starts close to what it replaces, so that pretrained weights transfer.
 _VARIANTS: dict[str, dict[str, PoolOptions]] = {
     'rotp': {'rotp': PoolOptions()},
     'rotp_e': {'rotp': PoolOptions('badmm-e')},
@@ -110,7 +106,7 @@ _VARIANTS: dict[str, dict[str, PoolOptions]] = {
 
 
 def _native_cfgs(native: str, name: str) -> dict[str, Any]:
-    """The pretrained configurations of the native network under our name: its weights are ours to start from."""
+    """The pretrained configurations of the native network under our name, so that its weights can be loaded."""
     cfgs = get_arch_pretrained_cfgs(native)
     default = next(iter(cfgs))
     return {
@@ -130,7 +126,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _adapt(options: PoolOptions, given: Options) -> Options:
-    """What is given for a variant's options; a mapping and 'paper' keep the solver that a variant is named after."""
+    """The given options of a variant; a mapping and 'paper' keep the solver that the variant is named after."""
     if given == 'paper':
         given = {'preset': 'paper'}
     if not isinstance(given, Mapping):
@@ -148,7 +144,7 @@ def _register(native: str, variant: str):
         kwargs |= {key: _adapt(defaults[key], kwargs[key]) for key in defaults.keys() & kwargs.keys()}
         model_args: dict[str, Any] = {'block': block, 'layers': layers} | defaults | kwargs
         model: Any = build_model_with_cfg(ROTPResNet, name, pretrained, **model_args)
-        # Weights handed over in the configuration would otherwise stay in it, and keep it from being saved.
+        # Weights passed in the configuration would stay in it, and then it could not be saved.
         model.pretrained_cfg.pop('state_dict', None)
         return model
 

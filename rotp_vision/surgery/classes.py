@@ -57,6 +57,15 @@ def changes_of(module: nn.Module) -> Changes:
     return getattr(type(module), '_changes', Changes())
 
 
+def refuse_sharded(model: nn.Module):
+    """Raise if a part of the model is sharded: changing its class would drop the class that FSDP gave it."""
+    for path, module in model.named_modules():
+        if {'FSDPModule', 'FullyShardedDataParallel'} & {cls.__name__ for cls in type(module).__mro__}:
+            raise ValueError(
+                f'{path or "the model"} is sharded by FSDP: convert, freeze, revert or reset the classifier before that'
+            )
+
+
 def change(module: nn.Module, **changes: Any):
     """Give the module the class with these changes; without any changes left, its native class."""
     module.__class__ = changed_class(native_class(module), changes_of(module)._replace(**changes))
@@ -82,9 +91,6 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
         body['train'] = _train_unfrozen
     if changes.architecture:
         body['_model_args'] = property(_converted_arguments, _record_arguments)
-        # TorchScript would compile it, or take what is recorded behind it for an attribute.
-        for name in ('__jit_unused_properties__', '__jit_ignored_attributes__'):
-            body[name] = [*getattr(native, name, ()), '_model_args']
     return type(native.__name__, (native,), body)
 
 
@@ -107,6 +113,7 @@ def _guarded_reset(native: Any):
 
     @functools.wraps(reset)
     def reset_classifier(self: nn.Module, *args: Any, **kwargs: Any):
+        refuse_sharded(self)
         call = inspect.signature(reset).bind(self, *args, **kwargs)
         asked = call.arguments.get('global_pool')
         if asked == 'rotp':
@@ -193,13 +200,27 @@ FAMILIES: dict[type, tuple[str, Callable[..., Tensor]]] = {
 # Placing pools, and taking them out
 
 
+# The hooks of a module. A pool shares them with the one that it replaces, so that they run with either.
+_HOOKS = (
+    '_forward_pre_hooks',
+    '_forward_pre_hooks_with_kwargs',
+    '_forward_hooks',
+    '_forward_hooks_with_kwargs',
+    '_forward_hooks_always_called',
+    '_backward_pre_hooks',
+    '_backward_hooks',
+    '_is_full_backward_hook',
+)
+
+
 def place(model: nn.Module, found: FoundPool, pool: NewPool):
-    """Put a new pool where the found one is."""
+    """Put a new pool where the found one is, and give it the hooks of that one."""
     parent_path, _, name = found.path.rpartition('.')
     parent = model.get_submodule(parent_path)
     native: Any = getattr(parent, name) if found.host is None else None
     vars(pool)['replaced'] = Replaced(found, native)  # first, so that a half-finished replacement can be undone
     if found.host is None:
+        vars(pool).update({name: vars(native)[name] for name in _HOOKS})
         for owner, alias in _references(model, native):
             setattr(owner, alias, pool)
     else:
@@ -221,6 +242,7 @@ def _take(model: nn.Module, path: str, pool: NewPool):
         change(parent, host=None)
         return
     replaced.native.train(pool.training)
+    vars(replaced.native).update({name: vars(pool)[name] for name in _HOOKS})
     for owner, alias in _references(model, pool):
         setattr(owner, alias, replaced.native)
 

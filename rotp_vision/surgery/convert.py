@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
-from rotp_vision.surgery.classes import changes_of, name_for_timm, place, take_all
+from rotp_vision.surgery.classes import changes_of, name_for_timm, place, refuse_sharded, take_all
 from rotp_vision.surgery.find import example_inputs, find_pools
 from rotp_vision.surgery.pools import FoundPool, NewPool, Replaced, UserPool, converted_pools, new_pools, replaced_by
 from rotp_vision.surgery.trace import undisturbed
@@ -36,10 +36,10 @@ def convert(
     Args:
         model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
         pool: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper' for the published layer; None for the
-            recommended pooling, `PoolOptions()`. With start 'mean' each pool starts next to what it replaces: average
-            pools next to the mean, max pools next to the maximum. Padding is masked; an average pool that counts it
-            as zeros (`count_include_pad`) still does. For a global pool it may be a module of your own, which takes
-            maps (B, C, H, W), or tokens (B, N, C), and returns (B, C), or a function that makes one for C channels.
+            recommended pooling, `PoolOptions()`. With start 'mean' each pool starts close to what it replaces: average
+            pools close to the mean, max pools close to the maximum. Padding is masked; an average pool that counts it
+            as zeros (`count_include_pad`) still does. A global pool may also be a module of your own, which takes maps
+            (B, C, H, W), or tokens (B, N, C), and returns (B, C), or a function that makes one for C channels.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
         example_input: an input of the model, see `find_pools`.
@@ -79,7 +79,7 @@ def convert(
         name_for_timm(model)
         whole = True
     finally:
-        if not whole:  # because of any error, KeyboardInterrupt included
+        if not whole:  # after any error, also KeyboardInterrupt
             take_all(model, {path: pool for path, pool in converted_pools(model).items() if id(pool) not in earlier})
     _logger.info('converted %s\n%s', type(model).__name__, describe(model))
     return model
@@ -88,7 +88,7 @@ def convert(
 def replace_pools(
     model: nn.Module, found: list[FoundPool], make: Make, where: Where | Sequence[str]
 ) -> dict[str, NewPool]:
-    """Replace the pools that were found; returns the new ones by path."""
+    """Replace the found pools that `where` chooses; returns the new ones by path."""
     new = [(pool, _new_pool(model, pool, make)) for pool in _choose(found, where)]
     if isinstance(make, nn.Module) and len(new) > 1:
         raise ValueError(
@@ -101,7 +101,7 @@ def replace_pools(
 
 
 def _maker(pool: Any) -> Make:
-    """What makes the new pools: options of ROT pools, a module, or a function of the number of channels."""
+    """Checked options of ROT pools, or a module, or a function of the number of channels."""
     if isinstance(pool, type):
         raise ValueError(
             f'pool must be a module, or a function that makes one for C channels, got the class {pool.__name__}; write '
@@ -125,6 +125,7 @@ def revert(model: nn.Module) -> nn.Module:
         >>> type(rotp_vision.revert(model).global_pool).__name__
         'SelectAdaptivePool2d'
     """
+    refuse_sharded(model)
     converted = converted_pools(model)
     if not converted:
         raise ValueError('the model has no converted pool to revert')
@@ -132,8 +133,8 @@ def revert(model: nn.Module) -> nn.Module:
     folded = [path for path, pool in converted.items() if isinstance(pool, ROTPool) and pool.gain_folded]
     if folded:
         warnings.warn(
-            f'the layers after {", ".join(folded)} keep the gain that fold_gain moved into them, so that the reverted '
-            'network differs from the one that was converted: revert before folding',
+            f'the layers after {", ".join(folded)} keep the gain that fold_gain moved into them, so the reverted '
+            'network differs from the original: revert before folding',
             stacklevel=2,
         )
     if changes_of(model).frozen:
@@ -165,6 +166,7 @@ def describe(model: nn.Module) -> str:
 
 def refuse_wrapped(model: nn.Module):
     """Raise if the model is inside a wrapper that has collected its parameters already."""
+    refuse_sharded(model)
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
         raise ValueError(
             f'convert and freeze the model itself before it is wrapped or compiled, got {type(model).__name__}: the '
@@ -251,7 +253,7 @@ def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels
 
 
 def _examples(inputs: tuple) -> tuple:
-    """The inputs, with noise in place of all zeros, on which different poolings hardly differ."""
+    """The inputs, with noise in place of all zeros, for which all poolings would agree."""
     generator = torch.Generator().manual_seed(0)
     return tuple(
         torch.randn(value.shape, generator=generator).to(value)
@@ -262,18 +264,18 @@ def _examples(inputs: tuple) -> tuple:
 
 
 def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, NewPool]) -> str:
-    """Which of the new pools do not take the place of the old ones in the model, and why; empty if all do.
+    """Returns which new pools cannot replace the old ones, and why, as text; empty if all can.
 
-    All must run, and if they return what the old ones returned, the outputs must equal `before`. Otherwise a method
-    that pools by itself uses the map for more than its pool.
+    Every new pool must run. With their outputs replaced by those of the old pools, the model must return `before`
+    again; otherwise a method that pools by itself uses the map for something else too.
     """
     old: dict[str, Replaced] = {path: pool.__dict__['replaced'] for path, pool in pools.items()}
-    ran: dict[str, bool] = {}  # by path, whether the old pool's result is known
+    ran: dict[str, bool] = {}  # by path, whether the result of the old pool is known
 
     def give_old(path: str, replaced: Replaced, args: tuple, output: Tensor) -> Any:
         ran[path] = all(other is None for other in args[1:])
         if replaced.native is not None:
-            known = replaced.native.forward(*args)  # without its hooks
+            known = replaced.native.forward(*args)  # not called, so its hooks do not run
             if known.shape != output.shape:
                 raise ValueError(f'it returned {tuple(output.shape)} where {tuple(known.shape)} is wanted')
             return known
@@ -308,7 +310,7 @@ def _why_not(model: nn.Module, inputs: tuple, before: Any, pools: Mapping[str, N
 
 
 def _alike(before: Any, after: Any) -> bool:
-    """Whether two outputs of a model are equal up to rounding; outputs on the meta device count as equal."""
+    """Whether two outputs of a model are equal up to rounding; on the meta device they count as equal."""
     for a, b in zip(tree_leaves(before), tree_leaves(after), strict=True):
         if isinstance(a, Tensor) and a.is_floating_point() and not a.is_meta:
             tolerance = 1e-3 if a.dtype in (torch.float32, torch.float64) else 5e-2

@@ -20,10 +20,10 @@ from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, u
 def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) -> list[FoundPool]:
     """The pools of `model`, found by running it once on an example, in the order in which they ran.
 
-    The global pool is what reduces a map to one vector after which nothing spatial follows, whatever its name is, and
-    whether it is a module or a mean that a method takes. Squeeze-and-excitation blocks, whose output goes back into the
-    map, do not count. The model may be on the meta device. Its batch statistics, hooks and training flags do not
-    change, nor does the random state.
+    The global pool is the module, or the mean in a method, that reduces a map to one vector and after which nothing
+    spatial follows. Its name does not matter. Squeeze-and-excitation blocks do not count, because their output goes
+    back into the map. The model may be on the meta device. Batch statistics, hooks, training flags and the random
+    state stay as they are.
 
     Args:
         model: any classifier.
@@ -35,6 +35,8 @@ def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) ->
         >>> [pool.path for pool in rotp_vision.find_pools(timm.create_model('test_resnet')) if pool.kind == 'global']
         ['global_pool']
     """
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):  # pyright: ignore
+        raise ValueError('pools cannot be found in a model that TorchScript has traced or scripted; convert it before')
     inputs = example_inputs(model, example_input)
     try:
         trace = watch(model, inputs)
@@ -59,7 +61,7 @@ def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None
 
 
 class _Reached(Exception):
-    """Ends a forward pass early."""
+    """Raised to end a forward pass early."""
 
 
 def image_channels(model: nn.Module) -> int | None:
@@ -77,7 +79,7 @@ def image_channels(model: nn.Module) -> int | None:
         reached = args[0].shape[1]
         raise _Reached
 
-    with undisturbed(model), contextlib.suppress(Exception):  # the model may raise anything: it may need other images
+    with undisturbed(model), contextlib.suppress(Exception):  # the model may need other images
         stem.register_forward_pre_hook(stop)
         model(torch.zeros(1, given, 64, 64, device=stem.weight.device, dtype=stem.weight.dtype))
     return given // max(reached // given, 1)
@@ -165,7 +167,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _probe(run: Callable[[Tensor], Any], shape: tuple[int, ...]) -> tuple[Layout, Reduction, bool]:
-    """Layout, mean or max, and whether the axes are dropped, found by running the same call on random numbers."""
+    """Layout, mean or max, and whether the axes are dropped; found by running the call on random numbers."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), device='cpu')
     try:
         with torch.no_grad():
@@ -246,7 +248,7 @@ def native_method(cls: type, name: str) -> Callable | None:
 
 
 def _next_child(trace: Trace, call: Call) -> str:
-    """The child that runs after the pooling; a new pool is placed before it."""
+    """The child that runs next after the pooling; a new pool is placed before it."""
     prefix = f'{call.path}.' if call.path else ''
     for time, path, *_ in trace.ran:
         if time > call.time and path.startswith(prefix) and path != call.path:
@@ -262,7 +264,7 @@ def _pools_class_maps(model: nn.Module, trace: Trace, call: Call) -> bool:
 
 
 def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Call]) -> FoundPool:
-    """What the model has instead of a global pool, and why that cannot be replaced."""
+    """A record of what the model has instead of a global pool, with the reason why it cannot be replaced."""
     attention = [path for _, path, module, *_ in trace.ran if _is_attention_pool(module)]
     idle = [(path, module) for _, path, module, shape, _ in trace.ran if _pools_one_pixel(module, shape)]
     last = candidates[-1] if candidates else None
@@ -301,10 +303,10 @@ def _no_pool(model: nn.Module, trace: Trace, inputs: tuple, candidates: list[Cal
 
 
 def _can_pool(model: nn.Module, inputs: tuple) -> bool:
-    """Whether a timm model that reads its class token can pool instead; a copy of it is tried."""
+    """Whether a timm model that reads its class token can pool instead, tried on a copy."""
     if not hasattr(model, 'reset_classifier'):
         return False
-    # On the meta device copying a large network takes neither memory nor time.
+    # A copy on the meta device takes neither memory nor time.
     memo: dict[int, Any] = {id(p): nn.Parameter(p.to('meta'), p.requires_grad) for p in model.parameters()}
     memo |= {id(buffer): buffer.to('meta') for buffer in model.buffers()}
     try:

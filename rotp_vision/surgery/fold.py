@@ -10,12 +10,12 @@ from rotp_vision.surgery.find import example_inputs
 from rotp_vision.surgery.pools import rot_pools
 from rotp_vision.surgery.trace import undisturbed
 
-# Layers that change no value in evaluation mode.
+# Layers that do not change values in evaluation mode.
 TRANSPARENT = (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)
 
 
 class Ran(NamedTuple):
-    """A layer that ran in a forward pass, what it read and what it returned."""
+    """A layer that ran in a forward pass, its input and its output."""
 
     path: str
     module: nn.Module
@@ -28,8 +28,8 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
 
         W (g · f) + c = (W g) · f + c
 
-    That layer must be linear or a 1 × 1 convolution, with nothing but dropout, flattening and identities in between.
-    The outputs on the example are compared before and after. The gain stays in that layer even after `revert`.
+    That layer must be linear or a 1 × 1 convolution, with only dropout, flattening and identities in between. The
+    outputs on the example are compared before and after. The gain stays in that layer, even after `revert`.
 
     Args:
         model: with ROT pools that have a gain.
@@ -49,7 +49,7 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
     if not pools:
         raise ValueError("the model has no ROT pool with a gain; gain='scalar' or 'channel' is an option of the pool")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise ValueError('a gain on the meta device has no value to fold')
+        raise ValueError('the model is on the meta device, so its gain has no value to fold')
     inputs = example_inputs(model, example_input)
     if example_input is None:
         noise = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(0))
@@ -82,19 +82,19 @@ def fold_gain(model: nn.Module, example_input: Tensor | tuple | None = None) -> 
 
 
 def run_layers(model: nn.Module, inputs: tuple) -> tuple[list[Ran], Tensor]:
-    """The layers that run in a forward pass, in order, and the output; the state of the model does not change."""
+    """The layers that run in a forward pass, in order, and its output. The state of the model does not change."""
     ran: list[Ran] = []
     paths = {module: path for path, module in model.named_modules()}
 
-    def note(module: nn.Module, args: tuple, output: object):
-        # Containers are left out, as their parts are noted; ROT pools count as one layer, whatever is inside.
+    def record(module: nn.Module, args: tuple, output: object):
+        # Containers are skipped because their children are recorded; a ROT pool counts as one layer.
         is_layer = isinstance(module, ROTPool) or not any(True for _ in module.children())
         if is_layer and args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
             ran.append(Ran(paths[module], module, args[0], output))
 
     with undisturbed(model):
         for module in model.modules():
-            module.register_forward_hook(note)
+            module.register_forward_hook(record)
         output = model(*inputs)
     if not isinstance(output, Tensor):
         raise ValueError(f'the model must return a tensor, got {type(output).__name__}')
@@ -102,20 +102,20 @@ def run_layers(model: nn.Module, inputs: tuple) -> tuple[list[Ran], Tensor]:
 
 
 def _readers(path: str, pool: ROTPool, ran: list[Ran]) -> list[nn.Linear | nn.Conv2d]:
-    """The linear layers that read what the pool returns."""
+    """The linear layers that read the output of the pool."""
     index = next((i for i, call in enumerate(ran) if call.module is pool), None)
     if index is None:
         raise ValueError(f'{path} does not run in a forward pass')
     rest = [call for call in ran[index + 1 :] if not isinstance(call.module, TRANSPARENT)]
     if not rest:
-        raise ValueError(f'no linear layer reads the output of {path}, so that its gain cannot be folded')
+        raise ValueError(f'no linear layer reads the output of {path}, so its gain cannot be folded')
     first = rest[0]
     readers = [call.module for call in rest if call.input is first.input]
     for reader in readers:
         if not is_linear(reader):
             raise ValueError(
                 f'the gain of {path} cannot be folded: {first.path} ({type(first.module).__name__}) reads it, '
-                'which is neither a linear layer nor a 1 × 1 convolution'
+                'but is neither a linear layer nor a 1 × 1 convolution'
             )
     return [reader for reader in readers if isinstance(reader, (nn.Linear, nn.Conv2d))]
 

@@ -1,4 +1,4 @@
-"""Training a part of a network."""
+"""Freezing all of a network but its pooling."""
 
 import logging
 from typing import Any, Literal, get_args
@@ -20,13 +20,13 @@ FIXED = '_rotp_fixed'
 def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
     """Freeze all of a model but its new pools, in place; returns the same model and logs which parameters train.
 
-    Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics and dropout
-    stays off, also where the network itself applies it. `freeze(model, 'all')` undoes it. Freeze before DDP and the
-    optimizer.
+    Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics, and dropout
+    stays off, including dropout that the network applies itself. `freeze(model, 'all')` undoes it. Freeze before
+    wrapping the model in DDP and before making the optimizer.
 
     Args:
         model: with ROT pools.
-        train: 'pool' for the ROT pools, 'pool+classifier' for these and the last linear layer, or 'all'.
+        train: 'pool' for the ROT pools, 'pool+classifier' for the pools and the classifier, or 'all'.
 
     Example:
         >>> import timm, rotp_vision
@@ -60,7 +60,7 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
     trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     total = sum(parameter.numel() for parameter in model.parameters())
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _in_short(trainable))
+    _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _abbreviated(trainable))
     return model
 
 
@@ -71,13 +71,13 @@ def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
     if not pools:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
-        raise ValueError("the pools have nothing to train; ROT pools have where their options do not say learn='fixed'")
+        raise ValueError("the pools have no parameters to train; ROT pools have some unless learn='fixed'")
     pools += [module.gain for module in model.modules() if isinstance(module, MultiScale)]
     return pools if train == 'pool' else [*pools, *classifiers(model)]
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:
-    """The classifiers that a timm model names, otherwise the last linear layer or convolution."""
+    """The classifiers that a timm model names; of other models the last linear layer or convolution."""
     get_classifier: Any = getattr(model, 'get_classifier', None)
     if get_classifier is not None:
         given = get_classifier()
@@ -90,5 +90,5 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
     return classifiers
 
 
-def _in_short(names: list[str]) -> str:
+def _abbreviated(names: list[str]) -> str:
     return ', '.join(names[:6]) + (f', … {len(names) - 6} more' if len(names) > 6 else '')

@@ -1,4 +1,7 @@
-"""The input of the global pool of a model, and the head that follows it as a function."""
+"""The input of the global pool of a model, and the head after it as a function.
+
+Calibration, evaluation and probing fit a pooling to these instead of running the whole network again.
+"""
 
 from collections.abc import Iterable
 from contextlib import contextmanager
@@ -13,13 +16,13 @@ from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery.fold import run_layers
 from rotp_vision.surgery.pools import rot_pools
 
-CHUNK = 64  # images that pass through a head, or a pool, at a time
+CHUNK = 64  # images that a head or a pool processes at a time
 
 GlobalPool = GlobalROTPool2d | ROTSetPool
 
 
 def find_global_pool(model: nn.Module) -> tuple[str, GlobalPool]:
-    """Path and module of the one global ROT pool of a model, of maps or of tokens, which must not be a mixed one."""
+    """Path and module of the only global ROT pool of a model; a mixed pool is refused."""
     path, pool = find_any_global_pool(model)
     if not isinstance(pool, GlobalPool):
         raise ValueError(f'{path} must be a single pooling (GlobalROTPool2d or ROTSetPool), got {type(pool).__name__}')
@@ -27,7 +30,7 @@ def find_global_pool(model: nn.Module) -> tuple[str, GlobalPool]:
 
 
 def find_any_global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
-    """Path and module of the one global ROT pool of a model, of maps or of tokens, single or mixed."""
+    """Path and module of the only global ROT pool of a model, of maps or of tokens."""
     pools = [(path, pool) for path, pool in rot_pools(model).items() if isinstance(pool, (MapPool, ROTSetPool))]
     if len(pools) != 1:
         found = f': {", ".join(path for path, _ in pools)}' if pools else '; rotp_vision.convert(model) makes one'
@@ -42,7 +45,7 @@ def sets_of(pool: GlobalPool, x: Tensor) -> Tensor:
 
 @contextmanager
 def evaluating(model: nn.Module):
-    """The model in eval mode without gradients, every module's own mode restored afterwards."""
+    """Evaluation mode without gradients; afterwards every module has its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -54,16 +57,16 @@ def evaluating(model: nn.Module):
 
 
 class Collected(NamedTuple):
-    """The inputs of a pool for some images, and the logits of the model."""
+    """The inputs of a pool for some images, and the logits of the model for them."""
 
     sets: list[Tensor]  # (b, D, N) chunks
     targets: Tensor  # (images,)
     logits: Tensor  # (images, classes)
-    example: Any  # an image (1, C, H, W) of zeros, or a list of them where the loader gives several views
+    example: Any  # an image (1, C, H, W) of zeros, or a list with one for each size of a multi-scale loader
 
 
 def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, Tensor]], max_images: int) -> Collected:
-    """One pass of a model in eval mode over at most `max_images` of a loader; sets are kept in float16 if large."""
+    """Run a model in eval mode on at most `max_images` of a loader; large sets are kept in float16."""
     device = next(model.parameters()).device
     seen: list[tuple] = []
     hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args))
@@ -72,14 +75,14 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
     try:
         for batch in loader:
             images, labels = checked_batch(model, batch)
-            now = [tuple(view.shape[1:]) for view in tree_leaves(images)]
+            now = [tuple(image.shape[1:]) for image in tree_leaves(images)]
             shapes = shapes or now
             if shapes != now:
                 raise ValueError(f'loader must give images of one size, got {shapes[0]} and {now[0]}')
             keep = min(len(labels), max_images - count)
-            images = tree_map(lambda view: view[:keep].to(device), images)  # noqa: B023
+            images = tree_map(lambda x: x[:keep].to(device), images)  # noqa: B023
             logits.append(model(images).float())
-            example = tree_map(lambda view: torch.zeros_like(view[:1]), images)
+            example = tree_map(lambda x: torch.zeros_like(x[:1]), images)
             features, *others = seen.pop()
             if any(other is not None for other in others):
                 raise ValueError('the model calls its pool with a mask, which is not supported here')
@@ -104,14 +107,14 @@ def collect(model: nn.Module, pool: GlobalPool, loader: Iterable[tuple[Tensor, T
 
 
 def checked_batch(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
-    """Images, or a list of views of them, and class indices of a batch; raises if the model cannot take them."""
+    """Images, or a list of them at several sizes, and class indices; raises if the model cannot take them."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise ValueError(f'loader must give batches of (images, class indices), got {type(batch).__name__}')
     images, labels = batch
     images = list(images) if isinstance(images, (tuple, list)) else images
-    for view in images if isinstance(images, list) and images else [images]:
-        if not isinstance(view, Tensor) or view.dim() != 4 or not view.is_floating_point():
-            got = f'{view.dtype} {tuple(view.shape)}' if isinstance(view, Tensor) else type(view).__name__
+    for x in images if isinstance(images, list) and images else [images]:
+        if not isinstance(x, Tensor) or x.dim() != 4 or not x.is_floating_point():
+            got = f'{x.dtype} {tuple(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(
                 "images of the loader must be floating point (B, C, H, W), as the model's transform makes them, got "
                 f'{got}'
@@ -131,14 +134,14 @@ def checked_batch(model: nn.Module, batch: Any) -> tuple[Any, Tensor]:
 
 
 class Head:
-    """What follows the pooling, as a function of the pooled features (B, D) alone.
+    """The part of a model after its pool, as a function of the pooled features (B, D).
 
-    It runs the modules that run after the pool, one after the other. If that does not reproduce the logits (`forward`
-    may do more in between), it runs the whole model with the output of the pool replaced.
+    It calls the modules that run after the pool one after the other. If that does not reproduce the logits, because
+    `forward` does something in between, it runs the whole model with the output of the pool replaced.
 
     Attributes:
-        affine: whether the logits are an affine function of the pooled features, so that one pass gives them for every
-            gain.
+        affine: whether the logits are an affine function of the pooled features, so that one pass gives them for all
+            gains.
         scale_free: whether the logits do not depend on a gain, as before a layer norm.
     """
 
@@ -146,13 +149,13 @@ class Head:
         self.model, self.pool, self.example = model, pool, collected.example
         self.dtype = next(model.parameters()).dtype
         ran, _ = run_layers(model, (self._images(1),))
-        pools = [place for place, call in enumerate(ran) if call.module is pool]
+        pools = [index for index, call in enumerate(ran) if call.module is pool]
         self.modules = [call.module for call in ran[pools[-1] + 1 :]]
         with torch.no_grad():
             self._examine(pool.pool_sets(collected.sets[0].float()), collected.logits)
 
     def _examine(self, pooled: Tensor, known: Tensor) -> None:
-        """Find how to reproduce known logits from pooled features, and whether the head is affine or scale-free."""
+        """Find how to compute the known logits from pooled features, and whether the head is affine or scale-free."""
         logits = known[: len(pooled)]
         tolerance = 1e-2 * float(logits.nan_to_num().std()) + 1e-6
 
@@ -168,8 +171,8 @@ class Head:
             fits = same(self(pooled), logits)
         if not fits:
             raise ValueError(
-                'the logits must depend on the last map or tokens through the global pool alone, but those of this '
-                'model do not'
+                'the logits must depend on the last map or tokens only through the global pool, but this model uses '
+                'them elsewhere too'
             )
         some = pooled[:8]
         self.zero = self(torch.zeros_like(some[:1]))
@@ -193,7 +196,7 @@ class Head:
         return x.flatten(1)
 
     def _images(self, count: int) -> Any:
-        return tree_map(lambda view: view.new_zeros(count, *view.shape[1:], dtype=self.dtype), self.example)
+        return tree_map(lambda x: x.new_zeros(count, *x.shape[1:], dtype=self.dtype), self.example)
 
     def _shaped(self, pooled: Tensor) -> Tensor:
         return self.pool.shaped(pooled) if isinstance(self.pool, GlobalROTPool2d) else pooled

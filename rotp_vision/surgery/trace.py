@@ -1,4 +1,4 @@
-"""Tracing one forward pass: where maps and tokens are reduced to one vector."""
+"""Tracing a forward pass to find where maps and tokens are reduced to one vector."""
 
 import sys
 from collections import OrderedDict
@@ -91,7 +91,8 @@ class Trace(TorchFunctionMode):
         """The innermost method of a module of the model on the stack."""
         frame = sys._getframe(2)
         while frame is not None:
-            owner, name = frame.f_locals.get('self'), frame.f_code.co_name
+            code = frame.f_code
+            owner, name = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None, code.co_name
             if isinstance(owner, nn.Module) and id(owner) in self.paths and not name.startswith('<'):  # comprehensions
                 return owner, name
             frame = frame.f_back
@@ -99,7 +100,7 @@ class Trace(TorchFunctionMode):
 
 
 class Source(NamedTuple):
-    """What a method pools: its argument, maybe without the first tokens or with permuted axes."""
+    """How the tensor that a method pools derives from its argument: first tokens dropped, or axes permuted."""
 
     argument_shape: tuple[int, ...]
     prefix: int  # tokens dropped first
@@ -107,7 +108,7 @@ class Source(NamedTuple):
 
 
 class ArgumentTrace(TorchFunctionMode):
-    """Finds out whether a function call inside a method works on the method's own argument."""
+    """Finds out whether a function called inside a method gets the method's own argument."""
 
     ARRANGING = ('flatten', 'permute', 'transpose')
 
@@ -141,7 +142,7 @@ class ArgumentTrace(TorchFunctionMode):
 
 
 def _dropped_prefix(index: Any) -> int | None:
-    """k if the index is [:, k:], else None."""
+    """k if the index is [:, k:], otherwise None."""
     if not isinstance(index, tuple) or len(index) != 2 or not all(isinstance(part, slice) for part in index):
         return None
     whole, tail = index
@@ -156,7 +157,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients and without existing hooks; modes, hooks and random state are restored."""
+    """Evaluation mode without gradients and hooks; restores modes, hooks and the random state."""
     modules = list(model.modules())
     kept = [(module.training, module._forward_hooks, module._forward_pre_hooks) for module in modules]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == 'cuda'}
@@ -172,7 +173,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
-    """The trace of one forward pass of `model`, whose state does not change."""
+    """The trace of one forward pass of `model`. The state of the model does not change."""
     trace = Trace(model, next(value.shape[0] for value in inputs if isinstance(value, Tensor)))
     with undisturbed(model):
         for module in model.modules():
@@ -183,7 +184,7 @@ def watch(model: nn.Module, inputs: tuple[Any, ...]) -> Trace:
 
 
 def source_of(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> Source | None:
-    """How the input of a function call derives from its method's argument; None if it works on something else."""
+    """How the input of a function call derives from its method's argument; None if it does not."""
     trace = ArgumentTrace(call.name)
     native = getattr(call.module, call.method)
     patched = call.module.__dict__.get(call.method)
@@ -205,7 +206,7 @@ def source_of(model: nn.Module, inputs: tuple[Any, ...], call: Call) -> Source |
 
 
 def inside_new_pool(model: nn.Module, path: str) -> bool:
-    """Whether the module at `path` is a part of a pool that `convert` knows."""
+    """Whether the module at `path` is part of a ROT pool or of a pool that `convert` placed."""
     module = model
     for name in path.split('.') if path else []:
         if isinstance(module, NewPool):

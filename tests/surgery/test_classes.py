@@ -5,8 +5,10 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from rotp_vision import GlobalROTPool2d, convert, freeze, revert, rot_pools
 from tests.surgery.networks import CASES, NAMES, make
@@ -117,3 +119,19 @@ def test_changes_are_independent():
     assert model.train().training
     assert rot_pools(model)
     assert type(revert(model)) is native
+
+
+def test_a_sharded_network_is_refused_and_keeps_its_class(tmp_path):
+    """fully_shard gives modules a class of its own, which conversion and freezing would replace."""
+    dist.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
+    try:
+        model = make('resnet')[0]
+        convert(model)
+        fully_shard(model)
+        kind = type(model)
+        for act in (freeze, revert, convert, lambda m: m.reset_classifier(7)):
+            with pytest.raises(ValueError, match='sharded by FSDP'):
+                act(model)
+        assert type(model) is kind
+    finally:
+        dist.destroy_process_group()

@@ -171,18 +171,21 @@ def test_a_pool_that_cannot_serve_twice_is_refused_and_put_back():
 def test_hooks_and_other_references_stay():
     model, x = make('resnet')
     seen = []
-    model.global_pool.register_forward_hook(lambda *_: seen.append('native pool'))
+    handle = model.global_pool.register_forward_hook(lambda *_: seen.append('pool'))
     model.layer4.register_forward_hook(lambda *_: seen.append('layer4'))
     model.register_forward_pre_hook(lambda *_: seen.append('model'))
     layer4, fc = model.layer4, model.fc
     convert(model, example_input=x)
     assert seen == []
     model(x)
-    assert seen == ['model', 'layer4']
+    assert seen == ['model', 'layer4', 'pool']
     assert model.layer4 is layer4
     assert model.fc is fc
     revert(model)(x)
-    assert seen[2:] == ['model', 'layer4', 'native pool']
+    assert seen[3:] == ['model', 'layer4', 'pool']
+    handle.remove()
+    convert(model, example_input=x)(x)
+    assert seen[6:] == ['model', 'layer4']
 
 
 def test_dtype_memory_format_training_and_requires_grad_stay():

@@ -247,3 +247,25 @@ def test_an_input_that_does_not_fit_is_named():
         ValueError, match=r'example of shape \(2, 3, 224, 224\); pass an input that it takes as example_input'
     ):
         find_pools(nn.Sequential(nn.Linear(7, 7), nn.Flatten(), nn.Linear(3, 3)))
+
+
+def test_a_traced_network_is_refused():
+    model, x = Own().eval(), torch.randn(2, 3, 16, 16)
+    with pytest.warns(FutureWarning, match='deprecated'):
+        traced = torch.jit.trace(model, x)
+    with pytest.raises(ValueError, match='TorchScript has traced'):
+        find_pools(traced, x)
+
+
+class This(Own):
+    def forward(this, x):
+        return this.head(this.features(x))
+
+    def head(this, x):
+        return this.classify(x.mean((2, 3)))
+
+
+def test_methods_may_name_their_first_argument_as_they_like():
+    model, x = This().eval(), torch.randn(2, 3, 16, 16)
+    assert outer(model, x)[0].old == 'mean in This.head'
+    assert convert(model, example_input=x)(x).shape == (2, 5)
