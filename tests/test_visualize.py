@@ -109,7 +109,7 @@ def test_weight_has_mass_one_and_lies_on_the_grid(make):
 
 @pytest.mark.parametrize('layout', ['NCHW', 'NHWC', 'NLC'])
 def test_weight_is_high_where_the_features_are(layout):
-    """Free columns: a bright place draws weight, and it is drawn where it lies."""
+    """A bright position gets the most weight, and the map shows it there."""
     options = {'solver': 'sinkhorn', 'smoothness': 0.5, 'sample_penalty': 1e-3}
     model = net(ROTSetPool(options) if layout == 'NLC' else GlobalROTPool2d(options, input_fmt=layout), layout=layout)
     nn.init.dirac_(model.conv.weight)
@@ -236,34 +236,25 @@ def test_a_flat_plan_looks_flat_and_the_scale_is_the_same_in_every_picture():
         layers = [axes.images[1].get_array()[..., 3] for axes in figure.axes if len(axes.images) == 2]
         assert len(layers) == 2
         for weight, layer in zip(weights, layers, strict=True):
-            # How much is seen of the colours: nothing of them where all places weigh the same.
+            # The colours are transparent where all positions have the same weight.
             assert (layer.max() < 0.01) == (weight is not sharp)
     assert scales[0] == scales[1] == (0, 4)
 
 
 def test_weights_over_epochs(tmp_path):
-    layer = GlobalROTPool2d({'solver': 'badmm-e', 'num_iters': 2, 'gain': 'channel'}, CHANNELS)
-    history = []
-    for epoch in range(3):
-        layer.set_weights(smoothness=torch.tensor([1.0, 2.0]) + epoch, gain=1.0 + epoch)
-        history.append(layer.named_weights())
-    figure = plot_weights(history)
-    panels = {axes.get_title(): axes for axes in figure.axes if axes.get_title()}
-    assert list(panels) == ['α1, smoothness', 'ρ, step', 'gain']
-    lines = [list(line.get_ydata()) for line in panels['α1, smoothness'].lines]
-    assert lines == [[1.0, 2.0, 3.0], [2.0, 3.0, 4.0]]
-    assert [list(line.get_ydata()) for line in panels['gain'].lines] == [[1.0, 2.0, 3.0]]
-
     table = tmp_path / 'weights.csv'
-    table.write_text('epoch,weight,iteration,value\n1,head.pool.step,0,0.5\n2,head.pool.step,0,0.7\n')
-    (axes,) = plot_weights(table).axes
-    assert axes.get_title() == 'ρ, step\nhead.pool'
-    assert axes.lines[0].get_xydata().tolist() == [[1.0, 0.5], [2.0, 0.7]]
+    rows = ['1,pool.step,0,0.5', '1,pool.step,1,2.0', '1,pool.gain,0,1.0', '2,pool.step,0,0.7', '2,pool.step,1,3.0']
+    table.write_text('\n'.join(['epoch,weight,iteration,value', *rows]))
+    panels = {axes.get_title(): axes for axes in plot_weights(table).axes if axes.get_title()}
+    assert list(panels) == ['ρ, step\npool', 'gain\npool']
+    lines = [line.get_xydata().tolist() for line in panels['ρ, step\npool'].lines]
+    assert lines == [[[1.0, 0.5], [2.0, 0.7]], [[1.0, 2.0], [2.0, 3.0]]]
     table.write_text('epoch,value\n')
-    with pytest.raises(ValueError, match=r"missing \['module', 'weight'\]"):
+    with pytest.raises(ValueError, match=r"missing \['iteration', 'weight'\]"):
         plot_weights(table)
+    table.write_text('epoch,weight,iteration,value\n')
     with pytest.raises(ValueError, match='at least one weight'):
-        plot_weights([])
+        plot_weights(table)
 
 
 def test_names_are_no_formulas(tmp_path):

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,6 @@ SYMBOLS = {
     'norm_power': 'β, power of the norm prior',
     'gain': 'gain',
 }
-Lines = dict[tuple[str, int], list[tuple[float, float]]]  # (epoch, value) by name and iteration of a weight
 
 
 def displayed(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
@@ -87,17 +86,25 @@ def plot_looked(images: Sequence[np.ndarray], weights: Sequence[Tensor], titles:
     return figure
 
 
-def plot_weights(history: Sequence[Mapping[str, Tensor]] | str | Path) -> Figure:
+def plot_weights(table: str | Path) -> Figure:
     """Learned weights over epochs: a panel for each weight, with a line for each iteration that has its own.
 
     Args:
-        history: the results of `ROTPool.named_weights` after each epoch; or a CSV file with the columns epoch, weight
-            (path of the layer, a dot and the name), iteration and value. A gain per channel is drawn as
-            its mean.
+        table: a CSV file with the columns epoch, weight (path of the layer, a dot and the name), iteration and value.
     """
-    lines = _lines_of_file(Path(history)) if isinstance(history, (str, Path)) else _lines(history)
+    lines: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with Path(table).open(encoding='utf-8', newline='') as file:
+        reader = csv.DictReader(file)
+        missing = {'epoch', 'weight', 'iteration', 'value'} - set(reader.fieldnames or ())
+        if missing:
+            raise ValueError(
+                f'{table} must have the columns epoch, weight, iteration and value; missing {sorted(missing)}'
+            )
+        for row in reader:
+            line = lines.setdefault((row['weight'], int(row['iteration'])), [])
+            line.append((float(row['epoch']), float(row['value'])))
     if not lines:
-        raise ValueError(f'history must hold at least one weight, got {history!r}')
+        raise ValueError(f'{table} must hold at least one weight')
     names = list(dict.fromkeys(name for name, _ in lines))
     columns = min(len(names), 3)
     figure = Figure(figsize=(3.6 * columns, 2.8 * -(-len(names) // columns)), layout='constrained')
@@ -115,29 +122,6 @@ def plot_weights(history: Sequence[Mapping[str, Tensor]] | str | Path) -> Figure
     for axes in grid[len(names) :]:
         axes.set_axis_off()
     return figure
-
-
-def _lines(history: Sequence[Mapping[str, Tensor]]) -> Lines:
-    lines: Lines = {}
-    for epoch, weights in enumerate(history):
-        for name, value in weights.items():
-            values = [float(value.mean())] if name == 'gain' else value.flatten().tolist()
-            for iteration, number in enumerate(values):
-                lines.setdefault((name, iteration), []).append((epoch, number))
-    return lines
-
-
-def _lines_of_file(path: Path) -> Lines:
-    lines: Lines = {}
-    with path.open(encoding='utf-8', newline='') as file:
-        reader = csv.DictReader(file)
-        missing = {'epoch', 'weight', 'iteration', 'value'} - set(reader.fieldnames or ())
-        if missing:
-            raise ValueError(f'{path} must have the columns epoch, weight, iteration and value; missing {sorted(missing)}')
-        for row in reader:
-            line = lines.setdefault((row['weight'], int(row['iteration'])), [])
-            line.append((float(row['epoch']), float(row['value'])))
-    return lines
 
 
 def save_figure(figure: Figure, path: str | Path):
