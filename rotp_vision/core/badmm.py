@@ -110,7 +110,7 @@ class BregmanADMM(FormulaOnly):
 
             # P-step
             gain = x + _interaction(s, alpha0, alpha1, factors, quadratic) if interacts else x
-            y = hide_masked(torch.addcmul(log_s if u is None else log_s - u, gain, 1 / rho), mask)
+            y = hide_masked(gain * (1 / rho) + (log_s if u is None else log_s - u), mask)
             log_row = log_mu  # log P1
             if self.coupled:
                 pull = log_mu if u1 is None else log_mu + u1
