@@ -122,8 +122,3 @@ def test_compiles_as_one_graph_for_every_batch_size(options):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         GeMPool2d(**options)
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match=r'x must be a feature map with 4 axes \(NCHW\), got \[2, 3, 4\]'):
-        GeMPool2d()(torch.rand(2, 3, 4))

@@ -35,14 +35,6 @@ def test_heads_are_pooled_each_and_then_fused():
     assert all(p.grad is not None for p in pool.parameters())
 
 
-def test_plan_of_a_mixed_pooling_is_what_it_averages_with():
-    x = torch.rand(2, 4, 5, 5)
-    pool = MixedROTPool2d(['sinkhorn', 'badmm-e'], 'badmm-e')
-    plan = pool.log_plan(x).flatten(2)
-    torch.testing.assert_close((x.flatten(2) * plan.softmax(2)).sum(2), pool(x))
-    torch.testing.assert_close(plan.exp().sum((1, 2)), torch.ones(2))
-
-
 def test_half_precision_keeps_the_limits():
     x = torch.randn(2, 8, 7, 7)
     for dtype in (torch.float16, torch.bfloat16):
