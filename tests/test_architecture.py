@@ -20,10 +20,10 @@ BELOW = {
     'tables': set(),
     **dict.fromkeys(TOOLS, NETWORKS | {'extras', 'files', 'images', 'tables'}),
     'evaluation': NETWORKS | {'calibration', 'data', 'images', 'tables'},
-    'training': NETWORKS | TOOLS | {'extras', 'files', 'images', '__init__'},
+    'data': NETWORKS | {'files', 'images'},
+    'training': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images'},
     'probing': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables', 'training'},
     'cli': NETWORKS | TOOLS | {'probing', 'training', 'extras', 'files', 'tables'},
-    'registration': {'models', 'hub'},
     'run': {'__init__'},
     '__init__': NETWORKS | TOOLS | {'probing'},
 }

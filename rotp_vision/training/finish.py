@@ -9,35 +9,37 @@ import timm
 import torch
 from torch import nn
 
+from rotp_vision.data.loading import ValImages, collate, split_batch
+from rotp_vision.data.transforms import preprocessing
+from rotp_vision.evaluation import UsedPositions, positions_sentence
 from rotp_vision.files import open_by_umask, write_atomically
 from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
 from rotp_vision.layers import PoolOptions, pool_options
 from rotp_vision.surgery import rot_pools
 from rotp_vision.training import report
-from rotp_vision.training.cache import CachePlan
+from rotp_vision.training.cache import open_cache
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
-from rotp_vision.training.context import Run
-from rotp_vision.training.data import ValImages, collate, preprocessing, split_batch
-from rotp_vision.training.model import count_parameters, map_shape, normalization
-from rotp_vision.training.sources import StreamSource
+from rotp_vision.training.model import count_parameters, normalization
+from rotp_vision.training.processes import gather
+from rotp_vision.training.run import Run
 from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_maps, save_figure
 
 NATIVE = 'native pooling'
 
-# From timm's pretrained_cfg an export keeps what holds for any weights of the network, and the license and origin of
-# the weights that the run started from, but not their tag, labels or sizes.
+# From timm's pretrained_cfg an export keeps the entries that hold for any weights of the network, and the license and
+# origin of the weights that the run started from, but not their tag, labels or sizes.
 OF_THE_NETWORK = ('first_conv', 'classifier', 'fixed_input_size', 'min_input_size')
 OF_THE_BEGINNING = ('license', 'origin_url', 'paper_name', 'paper_ids')
 
 
 def pool_title(config: PoolConfig) -> str:
-    """Name of the trained pooling in tables."""
+    """Returns the name of the trained pooling in tables."""
     options = pool_options(config.options)
     return f'ROTP {options.solver}' + (' as published' if options == PoolOptions.paper(options.solver) else '')
 
 
 def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, steps: int) -> None:
-    """Print what a stage is about to do."""
+    """Prints what a stage is about to do."""
     config = run.config
     total, trained = count_parameters(model)
     micro = split_batch(config.global_batch_size, run.shard.processes, settings.accumulation)
@@ -53,9 +55,8 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         paths = ', '.join(rot_pools(model))
         facts['pooling'] = f'{paths}: {pool_title(config.pool)}, trains {config.stage2.train}'
     if stage == 2 and config.stage2.cache_features:
-        shape = map_shape(model, config.data.image_size)
-        plan = CachePlan(shape, len(run.train), len(run.val), config.stage2.cache_views)
-        facts['cache'] = f'{plan.bytes / 2**30:.2f} GiB of {shape} maps in float16'
+        cache = open_cache(run, model)
+        facts['cache'] = f'{cache.bytes / 2**30:.2f} GiB of {cache.val.shape} maps in float16'
     report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
 
 
@@ -74,38 +75,36 @@ def _rates(settings: StageConfig) -> str:
     if not isinstance(settings, PoolStageConfig):
         return f'{settings.lr:g}'
     pooling = f'{settings.pool_lr:g} of the pooling'
-    return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of all else that trains'
+    return pooling if settings.train == 'pool' else f'{pooling}, {settings.lr:g} of the rest'
 
 
-def finish(run: Run, model: nn.Module, note: str | None) -> None:
-    """Export the model, print the tables and draw the pictures; `note` is printed below the table."""
+def finish(run: Run, model: nn.Module, note: str) -> None:
+    """Exports the model, prints the tables, the note below them and draws the pictures."""
     progress, output = run.progress, run.output
     loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
-    run.place(model)
+    run.to_device(model)
     pools = rot_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     if note:
-        run.console.print(note, soft_wrap=True, markup=False)
+        run.say(note)
     for title, metrics in progress.summary.items():
         if not math.isfinite(metrics['loss']):
-            run.console.print(
-                f'warning: with {title} the validation loss is not finite, so the exported model is useless. Lower the '
-                'learning rate, lengthen the warm-up or clip gradients, and start anew',
-                soft_wrap=True,
-                markup=False,
+            run.warn(
+                f'with {title} the validation loss is not finite, so the exported model is useless. Lower the learning '
+                'rate, lengthen the warm-up or clip gradients, and start a new run'
             )
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
     if pools:
         save_figure(plot_weights(output / 'weights.csv'), output / 'weights.png')
         pictures += ['weights.png', *_picture_where_looked(run, model)]
-    run.console.print('pictures: ' + ', '.join(str(output / name) for name in pictures), soft_wrap=True, markup=False)
-    run.console.print(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}', soft_wrap=True, markup=False)
-    run.console.print(f'load it:  {loading}', soft_wrap=True, markup=False)
+    run.say('pictures: ' + ', '.join(str(output / name) for name in pictures))
+    run.say(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}')
+    run.say(f'load it:  {loading}')
 
 
 def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequence[str]) -> str:
-    """Write safetensors and config.json in timm's layout; returns the line that loads them."""
+    """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
     name, kwargs = config.model.name, config.model.kwargs
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
     if rot_pools(model):
@@ -125,7 +124,7 @@ def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequen
 
 
 def _describe(path: Path, model: nn.Module, config: RunConfig, classes: Sequence[str]) -> None:
-    """Replace timm's pretrained_cfg in an exported config.json by that of the run."""
+    """Replaces timm's pretrained_cfg in an exported config.json by that of the run."""
     written = json.loads(path.read_text())
     published = written['pretrained_cfg']
     kept = OF_THE_NETWORK
@@ -140,17 +139,22 @@ def _describe(path: Path, model: nn.Module, config: RunConfig, classes: Sequence
     write_atomically(path, json.dumps(written, indent=2))
 
 
+def describe_positions(run: Run, positions: UsedPositions) -> str:
+    """Returns a sentence about how far the plan is from uniform, over the images of all processes, or ''."""
+    used, count = run.sum(sum(float(some.sum()) for some in positions.used), sum(map(len, positions.used)))
+    total = max(gather(positions.total))
+    return positions_sentence(used / count, total) if count else ''
+
+
 def _picture_where_looked(run: Run, model: nn.Module) -> list[str]:
-    """Draw looked.png, validation images with the weight of each place, if the model has one global ROT pool."""
-    if isinstance(run.val, StreamSource):
-        return []
+    """Draws looked.png, validation images with the weight of each position, if the model has one global ROT pool."""
     dataset = ValImages(run.val, run.val_transform)
-    batch = collate([dataset[int(place)] for place in torch.linspace(0, len(dataset) - 1, 8)])
+    batch = collate([dataset[int(index)] for index in torch.linspace(0, len(dataset) - 1, 8)])
     images = run.prepare(batch).images
     try:
         maps = pool_maps(model, images)
     except ValueError as error:
-        run.console.print(f'looked.png is not drawn: {error}', soft_wrap=True, markup=False)
+        run.say(f'looked.png is not drawn: {error}')
         return []
     names = run.val.classes
     titles = [

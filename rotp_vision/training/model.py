@@ -22,14 +22,14 @@ from rotp_vision.hub import (
     with_new_classifier,
 )
 from rotp_vision.surgery import convert
-from rotp_vision.training.checkpoint import MANIFEST, MODEL, load_checkpoint
+from rotp_vision.training.checkpoint import is_checkpoint, load_checkpoint
 from rotp_vision.training.config import ModelConfig, PoolConfig
 
 
 def build_model(
     config: ModelConfig, num_classes: int, *, new_classifier: bool = False, notify: Callable[[str], object] = print
 ) -> nn.Module:
-    """The configured network with its native pooling, from published weights, a file or scratch.
+    """Returns the configured network with its native pooling, from published weights, a file or scratch.
 
     Args:
         config: the network.
@@ -45,10 +45,8 @@ def build_model(
             return
         found = f'{name} has {known} classes, the data {num_classes}'
         if not new_classifier:
-            raise ValueError(
-                f'{found}: its classifier would have to be trained; give stage1.epochs, or stage2.train pool+classifier'
-            )
-        notify(f'{found}: the classifier starts anew')
+            raise ValueError(f'{found}: set stage1.epochs, or stage2.train pool+classifier, to train a new classifier')
+        notify(f'{found}: the classifier is new')
 
     if config.checkpoint is not None:
         state, name = load_weights(Path(config.checkpoint)), Path(config.checkpoint).name
@@ -75,15 +73,15 @@ def build_model(
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a run's checkpoint (the moving average if it has one), or of a file."""
-    if not path.is_dir():
+    """Returns the weights of a run's checkpoint (the moving average if it has one), or of another file."""
+    if not is_checkpoint(path) and not path.is_dir():
         return read_state_dict(path)
     checkpoint = load_checkpoint(path)
-    return checkpoint.state.get('ema') or checkpoint.model
+    return checkpoint.ema or checkpoint.model
 
 
 def published_classes(config: ModelConfig) -> int | None:
-    """Number of classes of the published weights of a timm model; None if unknown."""
+    """Returns the number of classes of the published weights of a timm model, or None if it is unknown."""
     if config.name.startswith(TORCHVISION) or not timm.is_model(config.name):
         return None
     cfg = timm.get_pretrained_cfg(config.name)
@@ -93,7 +91,7 @@ def published_classes(config: ModelConfig) -> int | None:
 def convert_model(
     model: nn.Module, config: PoolConfig, pools: Mapping[str, Mapping[str, Any]] | None = None
 ) -> nn.Module:
-    """Replace the pooling by ROTP: as configured, or by pools with the given options at their paths."""
+    """Replaces the pooling by ROTP: as configured, or by pools with the given options at their paths."""
     for path, options in (pools or {}).items():
         model = convert(model, options, [path])
     if pools:
@@ -102,7 +100,7 @@ def convert_model(
 
 
 def synchronized(model: nn.Module) -> nn.Module:
-    """The network with batch norm synchronised over processes.
+    """Returns the network with batch norm synchronised over processes.
 
     timm's function keeps the activations of its norm layers, but only when it is called once.
     """
@@ -112,30 +110,30 @@ def synchronized(model: nn.Module) -> nn.Module:
 
 
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
-    """The network of a checkpoint of a run, of an exported directory or of a weights file.
+    """Returns the network of a checkpoint of a run, of an exported directory or of a weights file.
 
-    A directory describes its network, also if its weights file is given. Any other file must fit the configured
-    network, with the configured pooling if it has more weights than the native network.
+    Checkpoints and exports describe their network. A file in an export counts as the export. Any other file must fit
+    the configured network, with the configured pooling if it has more weights than the native network.
     """
-    place = Path(path)
-    directory = place.parent if place.name == MODEL else place
+    file = Path(path)
+    directory = file.parent if file.name == 'model.safetensors' else file
     if path == 'model':
         return build_model(config, num_classes)
-    if (directory / MANIFEST).is_file():
-        checkpoint = load_checkpoint(directory)
+    if is_checkpoint(file):
+        checkpoint = load_checkpoint(file)
         stored = checkpoint.config
         refuse_foreign(stored['model']['name'], stored['model']['kwargs'])
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
             model = convert_model(model, PoolConfig(**stored['pool']), checkpoint.progress.pools)
-        model.load_state_dict(load_weights(place))
+        model.load_state_dict(checkpoint.ema or checkpoint.model)
         return model
     if (directory / 'config.json').is_file():
         model = load_pretrained(directory)
         if getattr(model, 'num_classes', num_classes) != num_classes:
             raise ValueError(f'{path} has {model.num_classes} classes but the data has {num_classes}')
         return model
-    state = load_weights(place)
+    state = load_weights(file)
     model = build_model(replace(config, pretrained=False, checkpoint=None), num_classes)
     what = f'{path} does not fit the configured network and pooling'
     cure = 'give the settings of its run, or the directory of the checkpoint or export, which holds them'
@@ -149,21 +147,21 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
 
 
 def normalization(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation with which the network expects images to be normalized."""
+    """Returns the mean and standard deviation with which the network expects images to be normalised."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     cfg = cfg if isinstance(cfg, Mapping) else vars(cfg)
     return tuple(cfg.get('mean', (0.485, 0.456, 0.406))), tuple(cfg.get('std', (0.229, 0.224, 0.225)))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Number of parameters of a network, and of those that are trained."""
+    """Returns the number of parameters of a network, and of those that are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 
 
 @torch.no_grad()
 def map_shape(model: nn.Module, image_size: int) -> tuple[int, int, int]:
-    """Shape (C, H, W) of the input of the pooling."""
+    """Returns the shape (C, H, W) of the input of the pooling."""
     if not (hasattr(model, 'forward_features') and hasattr(model, 'forward_head')):
         raise ValueError('stage2.cache_features needs a timm model (forward_features and forward_head)')
     device = next(model.parameters()).device

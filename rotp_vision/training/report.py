@@ -14,7 +14,11 @@ from rich.table import Table
 from torch import nn
 
 from rotp_vision.files import write_atomically
+from rotp_vision.surgery import rot_pools
+from rotp_vision.training.checkpoint import Progress
 from rotp_vision.visualize import save_figure
+
+Rates = dict[str, float | None]
 
 
 class CsvLog:
@@ -34,6 +38,32 @@ class CsvLog:
             file.write(text)
 
 
+class Logs:
+    """The CSV files of a run; their rows are part of its checkpoints."""
+
+    def __init__(self, output: Path, progress: Progress):
+        self.progress = progress
+        self.steps = CsvLog(output / 'steps.csv', progress.steps)
+        self.epochs = CsvLog(output / 'metrics.csv', progress.epochs)
+        self.learned = CsvLog(output / 'weights.csv', progress.weights)
+
+    def step(self, loss: float, rates: Rates, speed: float, data_time_share: float) -> None:
+        timing = {'images_per_second': round(speed, 1), 'data_time_share': round(data_time_share, 3)}
+        self.steps.append({**self._point, 'step': self.progress.step, 'loss': loss, **rates, **timing})
+
+    def epoch(self, loss: float, metrics: dict[str, float], rates: Rates, seconds: float) -> None:
+        self.epochs.append({**self._point, 'train_loss': loss, **metrics, **rates, 'seconds': round(seconds, 2)})
+
+    def weights(self, model: nn.Module, epoch: int) -> None:
+        for name, values in learned_weights(rot_pools(model)).items():
+            for iteration, value in enumerate(values):
+                self.learned.append({'epoch': epoch, 'weight': name, 'iteration': iteration, 'value': value})
+
+    @property
+    def _point(self) -> dict[str, int]:
+        return {'stage': self.progress.stage, 'epoch': self.progress.epoch}
+
+
 def _csv_text(rows: Sequence[dict[str, Any]], *, header: bool) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator='\n')
@@ -44,7 +74,7 @@ def _csv_text(rows: Sequence[dict[str, Any]], *, header: bool) -> str:
 
 
 def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None:
-    """Print facts about what will run, one per line."""
+    """Prints facts about a stage, one per line."""
     table = Table(title=title, title_justify='left', show_header=False, box=None, padding=(0, 2))
     for name, value in facts.items():
         table.add_row(name, escape(str(value)))
@@ -54,7 +84,7 @@ def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None
 def show_summary(
     console: Console, summary: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]
 ) -> None:
-    """Print tables of the accuracies and of the learned weights."""
+    """Prints tables of the accuracies and of the learned weights."""
     table = Table(title='Validation', title_justify='left')
     for column in ('pooling', 'top-1 %', 'top-5 %', 'loss', 'images'):
         table.add_column(column, justify='left' if column == 'pooling' else 'right')
@@ -64,14 +94,14 @@ def show_summary(
         )
     console.print(table)
     if weights:
-        table = Table('weight', 'value per module', title='Learned weights', title_justify='left')
+        table = Table('weight', 'value per iteration', title='Learned weights', title_justify='left')
         for name, values in weights.items():
             table.add_row(escape(name), '  '.join(f'{value:.4g}' for value in values))
         console.print(table)
 
 
 def learned_weights(pools: Mapping[str, nn.Module]) -> dict[str, list[float]]:
-    """The positive weights of every ROTP layer as path.name → one value per module; a gain per channel as its mean."""
+    """Returns the positive weights of every ROTP layer: path.name → a value per iteration, or the mean of many."""
     weights = {}
     for path, layer in pools.items():
         for name, value in layer.named_weights().items():  # type: ignore[operator]
@@ -83,7 +113,7 @@ def learned_weights(pools: Mapping[str, nn.Module]) -> dict[str, list[float]]:
 
 
 def plot_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
-    """Loss and accuracy over the epochs of both stages."""
+    """Draws loss and accuracy over the epochs of both stages."""
     figure = Figure((10, 4), layout='constrained')
     left, right = figure.subplots(1, 2)
     x = np.arange(1, len(epochs) + 1)

@@ -1,4 +1,4 @@
-"""Where the training script and its configurations are: beside the package in a checkout, in it where installed."""
+"""Finds the training script and its configurations: beside the package in a checkout, inside an installed one."""
 
 import importlib.util
 import sys
@@ -11,13 +11,13 @@ SCRIPT = 'train_imagenet.py'
 
 
 def home() -> Path:
-    """The directory that holds `train_imagenet.py` and `configs/`."""
+    """Returns the directory that holds `train_imagenet.py` and `configs/`."""
     package = Path(__file__).resolve().parents[1]
     return package if (package / SCRIPT).is_file() else package.parent
 
 
 def config_file(name: str) -> str:
-    """The path of a configuration: itself where it is one, else that of the configuration of this name."""
+    """Returns the path of a configuration, given its path or the name of a shipped one."""
     shipped = {file.stem: file for file in sorted((home() / 'configs').glob('*.yaml'))}
     if Path(name).is_file():
         return name
@@ -27,7 +27,7 @@ def config_file(name: str) -> str:
 
 
 def train(args: Sequence[str]) -> None:
-    """Run the training script with these arguments."""
+    """Runs the training script with these arguments."""
     spec = importlib.util.spec_from_file_location('train_imagenet', home() / SCRIPT)
     assert spec is not None
     assert spec.loader is not None

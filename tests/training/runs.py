@@ -9,6 +9,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from torch import Tensor
+
+from rotp_vision.data.workers import STOP_SIGNALS
+from rotp_vision.training.checkpoint import list_checkpoints, load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +31,9 @@ TINY = {
         **{'workers': 0, 'scale': [0.5, 1.0], 'color_jitter': 0.2, 'auto_augment': 'rand-m5-inc1'},
     },
     'model': {'name': 'resnet10t', 'kwargs': {'channels': [8, 8, 16, 16], 'output_stride': 8}},
-    'pool': {'options': {'solver': 'sinkhorn', 'feature_scale': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}},
+    'pool': {
+        'options': {'solver': 'sinkhorn', 'feature_scale': 'rms', 'gain': 'scalar', 'start': 'mean', 'smoothness': 4.0}
+    },
     'stage1': {'epochs': 2, 'lr': 0.05},
     'stage2': {'epochs': 2, 'pool_lr': 0.05},
 }
@@ -65,6 +71,8 @@ class Stop(NamedTuple):
 def _child(args: list[str], log: Path, stop: Stop | None, environment: dict[str, str]) -> None:
     import torch
 
+    for number in STOP_SIGNALS:  # a job in the background would inherit ignored signals
+        signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
     os.environ.update(environment)
     if (backend := environment.get('COMPILER')) is not None:
         torch.compiler.set_default_backend(backend)
@@ -135,7 +143,12 @@ class Run:
 
     @property
     def checkpoints(self) -> list[Path]:
-        return sorted((self.output / 'checkpoints').glob('stage*'))
+        return list_checkpoints(self.output / 'checkpoints')
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Weights of the last checkpoint."""
+        return load_checkpoint(self.checkpoints[-1]).model
 
 
 def changed(settings: dict, **changes) -> dict:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rotp_vision import PoolOptions, pool_options
 from rotp_vision.training import script
-from rotp_vision.training.config import RunConfig, changed_epochs, changes, check_config, parse_config, to_dict
+from rotp_vision.training.config import RunConfig, changed_epochs, changes, parse_config, to_dict
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / 'configs').glob('*.yaml'))
@@ -33,44 +34,55 @@ def test_yaml_then_arguments_later_wins(tmp_path):
     assert config.stage1.epochs == 90
 
 
-def test_unknown_keys_are_refused_with_the_nearest_name(tmp_path, capsys):
-    assert "unknown key 'stage1.epoch'" in (error := refused(capsys, '--stage1.epoch', '3'))
-    assert "'stage1.epochs'" in error
+def test_unknown_and_old_keys_are_refused_by_name(tmp_path, capsys):
+    assert 'stage1.epoch' in refused(capsys, '--stage1.epoch', '3')
     file = tmp_path / 'run.yaml'
     file.write_text('data: {sourse: generated}\n')
-    assert "did you mean 'data.source'" in refused(capsys, '--config', str(file))
-    for wrong, right in (
-        ('stage2.learning_rate', 'stage2.lr'),
-        ('stage1.learning_rate', 'stage1.lr'),
-        ('cache_dir', 'stage2.cache_dir'),
-    ):
-        assert f"did you mean '{right}'" in refused(capsys, f'--{wrong}', '1')
-    # Keys below a mapping are the model's business.
-    assert (
-        parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}']).model.kwargs['drop_rate'] == 0.1
-    )
+    assert "'sourse'" in refused(capsys, '--config', str(file))
+    file.write_text('stage2: {cache_views: 0}\n')
+    for args in (('--config', str(file)), ('--stage2.cache_views', '0')):
+        assert 'stage2.cache_views is now called stage2.cache_repeats' in refused(capsys, *args)
+    assert 'data.streaming is gone' in refused(capsys, '--data.streaming', 'true')
+    # Keys below a mapping belong to the model.
+    config = parse_config(['--data.source=generated', '--model.kwargs', '{drop_rate: 0.1}'])
+    assert config.model.kwargs['drop_rate'] == 0.1
 
 
 def test_wrong_values_are_refused_by_name(capsys):
-    assert 'stage1.lr' in refused(capsys, '--data.source=generated', '--stage1.lr', 'fast')
     assert 'data.path must be given' in refused(capsys)
     cached = ['--data.source=generated', '--stage2.cache_features', 'true']
     assert 'stage2.train must be' in refused(capsys, *cached, '--stage2.train', 'all')
     for name, value, message in (
+        ('stage1.lr', 'fast', 'stage1.lr'),
+        ('stage1.lr', '0', 'stage1.lr'),
         ('data.val_images', '0', 'data.val_images must be at least 1'),
         ('data.scale', '[1.0, 0.5]', 'data.scale must be'),
-        ('seed', '-1', 'seed must be at least 0'),
-        ('stage2.label_smoothing', '2', 'stage2.label_smoothing must be'),
-        ('stage1.mixup', '-1', 'stage1.mixup must be'),
+        ('seed', '-1', 'v>=0'),
+        ('keep', '1', 'v>=2'),
+        ('global_batch_size', '0', 'v>0'),
+        ('checkpoint_minutes', '-1', 'checkpoint_minutes'),
+        ('stage2.label_smoothing', '2', 'stage2.label_smoothing'),
+        ('stage1.mixup', '-1', 'stage1.mixup'),
+        ('stage1.ema_decay', '1', 'stage1.ema_decay'),
         ('pool.options', '{feature_scale: rsm}', 'feature_scale must be one of'),
         ('output', __file__, 'output must be a directory'),
     ):
         assert message in refused(capsys, '--data.source=generated', f'--{name}', value)
 
 
+def test_values_are_plain_so_that_checkpoints_can_store_them():
+    config = to_dict(parse_config(['--data.source=generated', '--stage1.lr=0.5', '--seed=3']))
+    assert [type(value) for value in (config['stage1']['lr'], config['seed'], config['data']['scale'])] == [
+        float,
+        int,
+        list,
+    ]
+    assert yaml.safe_load(yaml.safe_dump(config)) == config
+
+
 def test_a_file_that_is_no_yaml_is_named(tmp_path, capsys):
     (tmp_path / 'bad.yaml').write_text('stage1: {lr: 0.1')
-    assert 'bad.yaml is not YAML' in refused(capsys, '--config', str(tmp_path / 'bad.yaml'))
+    assert 'bad.yaml' in refused(capsys, '--config', str(tmp_path / 'bad.yaml'))
 
 
 def test_a_shipped_configuration_goes_by_its_name(tmp_path, monkeypatch, capsys):
@@ -97,19 +109,6 @@ def test_the_script_is_found_beside_the_package_or_in_it(tmp_path, installed, mo
     assert found['config_file']('small') == str(place / 'configs/small.yaml')
 
 
-@pytest.mark.parametrize(
-    ('name', 'value'),
-    [('keep', 1), ('global_batch_size', 0), ('log_every', 0), ('checkpoint_minutes', -1), ('checkpoint_steps', -1)],
-)
-def test_check_names_the_setting(name, value):
-    config = RunConfig()
-    config.data.source = 'generated'
-    check_config(config)
-    setattr(config, name, value)
-    with pytest.raises(ValueError, match=rf'{name} must be .*, got {value}'):
-        check_config(config)
-
-
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit):
         parse_config(['--help'])
@@ -124,8 +123,6 @@ def test_changes_names_what_a_continued_run_may_not_change():
     new['data']['workers'] = 3  # changes no number
     new['output'] = 'elsewhere'
     assert changes(old, new) == ['stage1.lr: 0.1 → 0.2']
-    old['data']['streaming'] = new['data']['streaming'] = True  # the order of a stream depends on its workers
-    assert changes(old, new) == ['data.workers: 8 → 3', 'stage1.lr: 0.1 → 0.2']
 
 
 def test_a_continued_run_may_have_other_epochs_where_they_are_still_to_come():

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from timm.data import create_transform, resolve_model_data_config
 
 import rotp_vision
+from rotp_vision.data.sources import open_sources
 from rotp_vision.training.config import DataConfig, ModelConfig, RunConfig
 from rotp_vision.training.finish import export
-from rotp_vision.training.sources import open_sources
 from tests.training.runs import TINY, Run, changed
 
 

@@ -33,7 +33,7 @@ def test_weights_from_every_kind_of_file(tmp_path, trained):
     state = trained.state_dict()
     save_file(state, tmp_path / 'a.safetensors')
     torch.save({'state_dict': {f'module.{key}': value for key, value in state.items()}, 'epoch': 3}, tmp_path / 'b.pth')
-    directory = save_checkpoint(tmp_path, Progress(), to_dict(RunConfig(model=TINY)), state, {'ema': None}, 2)
+    directory = save_checkpoint(tmp_path, Progress(), to_dict(RunConfig(model=TINY)), state)
     for path in (tmp_path / 'a.safetensors', tmp_path / 'b.pth', directory):
         model = build_model(ModelConfig(TINY.name, checkpoint=str(path), kwargs=TINY.kwargs), 5)
         assert model.eval()(IMAGES).equal(expected)
@@ -44,9 +44,7 @@ def test_converted_models_are_evaluated_from_checkpoint_and_export(tmp_path, tra
     model = convert_model(build_model(TINY, 5), PoolConfig())
     model.load_state_dict(trained.state_dict() | {k: v for k, v in model.state_dict().items() if 'pool' in k})
     expected = model.eval()(IMAGES)
-    directory = save_checkpoint(
-        tmp_path, Progress(stage=2), to_dict(RunConfig(model=TINY)), model.state_dict(), {'ema': None}, 2
-    )
+    directory = save_checkpoint(tmp_path, Progress(stage=2), to_dict(RunConfig(model=TINY)), model.state_dict())
     rotp_vision.save_pretrained(model, tmp_path / 'export', model_args=TINY.kwargs)
     for path in (directory, tmp_path / 'export'):
         assert load_for_evaluation(str(path), ModelConfig('resnet18'), PoolConfig(), 5).eval()(IMAGES).equal(expected)
@@ -56,10 +54,9 @@ def test_a_checkpoint_knows_the_pooling_that_calibration_chose(tmp_path):
     chosen = PoolConfig({'solver': 'sinkhorn', 'feature_scale': 'log', 'gain': 'scalar', 'smoothness': 0.5})
     model = convert_model(build_model(TINY, 5), chosen).eval()
     pools = {path: asdict(pool.options) for path, pool in rotp_vision.rot_pools(model).items()}
-    config = to_dict(RunConfig(model=TINY))  # whose pooling has another view
-    directory = save_checkpoint(tmp_path, Progress(stage=2, pools=pools), config, model.state_dict(), {'ema': None}, 2)
-    for path in (directory, directory / 'model.safetensors'):
-        assert load_for_evaluation(str(path), TINY, PoolConfig(), 5).eval()(IMAGES).equal(model(IMAGES))
+    config = to_dict(RunConfig(model=TINY))  # whose pooling has another feature scale
+    directory = save_checkpoint(tmp_path, Progress(stage=2, pools=pools), config, model.state_dict())
+    assert load_for_evaluation(str(directory), TINY, PoolConfig(), 5).eval()(IMAGES).equal(model(IMAGES))
 
 
 def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path):
@@ -81,7 +78,7 @@ def test_a_weights_file_of_a_converted_model_has_the_configured_pooling(tmp_path
 def test_the_moving_average_is_what_is_evaluated(tmp_path, trained):
     ema = {key: value + 1 if value.is_floating_point() else value for key, value in trained.state_dict().items()}
     config = to_dict(RunConfig(model=TINY))
-    directory = save_checkpoint(tmp_path, Progress(), config, trained.state_dict(), {'ema': ema}, 2)
+    directory = save_checkpoint(tmp_path, Progress(), config, trained.state_dict(), ema)
     found = load_for_evaluation(str(directory), TINY, PoolConfig(), 5)
     assert found.fc.weight.equal(ema['fc.weight'])
 
@@ -96,7 +93,7 @@ def test_weights_of_other_classes_start_a_network_with_a_new_classifier(tmp_path
     said: list[str] = []
     torch.manual_seed(1)
     model = build_model(config, 3, new_classifier=True, notify=said.append)
-    assert said == ['mine.safetensors has 5 classes, the data 3: the classifier starts anew']
+    assert said == ['mine.safetensors has 5 classes, the data 3: the classifier is new']
     torch.manual_seed(1)
     untrained = build_model(ModelConfig(name), 3).state_dict()
     for key, value in model.state_dict().items():
@@ -122,7 +119,7 @@ def test_published_weights_of_torchvision_can_have_another_classifier(monkeypatc
         build_model(config, 3)
     said: list[str] = []
     model = build_model(config, 3, new_classifier=True, notify=said.append)
-    assert said == ['torchvision:resnet18 has 5 classes, the data 3: the classifier starts anew']
+    assert said == ['torchvision:resnet18 has 5 classes, the data 3: the classifier is new']
     assert model.fc.out_features == 3
     assert model.conv1.weight.equal(published.conv1.weight)
 

@@ -5,19 +5,19 @@ import socket
 from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
 from accelerate.utils import DistributedType, LoggerType
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotp_vision.training import processes
-from rotp_vision.training.context import fail, fail_once, fail_together
 from rotp_vision.training.processes import (
-    HostGroup,
-    KeptBuffers,
-    LossWatch,
+    HostCopy,
     check_launch,
+    check_shared,
     check_trackers,
+    fail,
+    fail_once,
+    fail_together,
+    gather,
     hold,
     precision,
     stop_signals,
@@ -37,7 +37,21 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatc
         check_launch(SimpleNamespace(num_processes=2, distributed_type=DistributedType.FSDP))
 
 
-def test_signals_are_remembered_and_a_second_interrupt_ends():
+@pytest.fixture
+def default_signals():
+    """As in a terminal: under nohup and in the background some signals are ignored."""
+    handlers = {
+        signal.SIGTERM: signal.SIG_DFL,
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_signals_are_remembered_and_a_second_interrupt_ends(default_signals):
     before = signal.getsignal(signal.SIGTERM)
     with stop_signals() as caught:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -47,15 +61,12 @@ def test_signals_are_remembered_and_a_second_interrupt_ends():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_signal_that_the_process_was_told_to_ignore_stays_ignored():
-    """As nohup tells it."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with stop_signals() as caught:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert caught == []
-    finally:
-        signal.signal(signal.SIGHUP, before)
+def test_an_ignored_signal_stays_ignored(default_signals):
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with stop_signals() as caught:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert caught == []
 
 
 def hold_and_say(place, said, killed=False):
@@ -109,52 +120,23 @@ def test_a_process_that_fails_says_which_it_is(monkeypatch, capsys):
     monkeypatch.setenv('RANK', '0')
     assert said(fail_once, 'what all know') == 'error: what all know\n'
 
-    gathered = SimpleNamespace(gather=lambda value: [value, *others])
+    monkeypatch.setattr(processes, 'gather', lambda value: [value, *others])
     others = [('a', 'n1'), ('a', 'n1')]
-    assert said(fail_together, gathered, ValueError('a')) == 'error: a\n'
+    assert said(fail_together, ValueError('a')) == 'error: a\n'
     others = [None, ('b', 'n1')]
-    assert said(fail_together, gathered, None) == 'error: process 2 on n1: b\n'
+    assert said(fail_together, None) == 'error: process 2 on n1: b\n'
     others = [None, None]
-    fail_together(gathered, None)
+    fail_together(None)
 
 
-def test_loss_watch_reads_what_was_recorded():
-    watch = LossWatch(torch.device('cpu'))
-    loss = torch.tensor(0.25, requires_grad=True)
-    watch.record(loss)
+def test_a_host_copy_reads_what_was_recorded():
+    copy, values = HostCopy(torch.device('cpu')), torch.tensor([0.25, math.nan], requires_grad=True)
+    copy.record(values)
     with torch.no_grad():
-        loss += 1  # as the next step does; what was recorded stays
-    assert watch.read() == 0.25
-    watch.record(torch.tensor(math.nan))
-    assert math.isnan(watch.read())
-
-
-def test_buffers_come_back():
-    norm = torch.nn.BatchNorm1d(2)
-    kept = KeptBuffers(norm)
-    norm(torch.full((3, 2), 7.0))
-    kept.keep()
-    before = norm.running_mean.clone()
-    norm(torch.full((3, 2), float('nan')))
-    assert norm.running_mean.isnan().all()
-    kept.restore()
-    assert norm.running_mean.equal(before)
-    KeptBuffers(torch.nn.Linear(2, 2)).keep()  # none to keep
-
-
-def test_buffers_are_copied_at_once_for_each_type():
-    calls = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            calls.append((function, {tensor.dtype for tensor in args[0]}))
-            return function(*args, **(kwargs or {}))
-
-    kept = KeptBuffers(timm.create_model('resnet18', channels=[8] * 4))
-    with Count():
-        kept.keep()
-    copy = torch.ops.aten._foreach_copy_.default
-    assert calls == [(copy, {torch.float32}), (copy, {torch.int64})]
+        values += 1  # as the next step does; the recorded values stay
+    first, second = copy.read()
+    assert first == 0.25
+    assert math.isnan(second)
 
 
 def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
@@ -174,20 +156,7 @@ def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
     assert precision('auto') is None
 
 
-def test_a_process_that_cannot_be_reached_is_said_with_the_cure(monkeypatch):
-    """As where gloo takes another network than NCCL."""
-
-    def barrier(*args, **kwargs):
-        raise RuntimeError('Ranks 1 failed to pass monitoredBarrier in 120000 ms')
-
-    monkeypatch.setattr(processes, '_gloo', lambda timeout=None: None)
-    monkeypatch.setattr(processes.dist, 'monitored_barrier', barrier)
-    with pytest.raises(RuntimeError, match=r'(?s)over gloo: Ranks 1 failed.*as in GLOO_SOCKET_IFNAME=eth0'):
-        HostGroup(SimpleNamespace(num_processes=2))
-
-
 def test_one_process_agrees_with_itself(tmp_path):
-    host = HostGroup(SimpleNamespace(num_processes=1))
-    assert host.start(1.5, True).wait() == host.sum(1.5, True) == [1.5, 1.0]
-    host.check_shared(tmp_path / 'cache', 'stage2.cache_dir')
+    assert gather('a') == ['a']
+    check_shared(tmp_path / 'cache', 'stage2.cache_dir')
     assert not any((tmp_path / 'cache').iterdir())

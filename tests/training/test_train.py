@@ -12,13 +12,14 @@ import timm
 import torch
 from accelerate.tracking import get_available_trackers
 from PIL import Image
-from safetensors.torch import load_file
 
 import rotp_vision
+from rotp_vision.training.checkpoint import load_checkpoint
 from rotp_vision.training.config import PoolStageConfig
+from rotp_vision.training.optimize import learning_rates, make_optimizer, make_scheduler
 from rotp_vision.training.processes import hold
+from rotp_vision.training.run import without_resume
 from tests.training.runs import TINY, Run, Stop, changed
-from train_imagenet import learning_rates, make_optimizer, make_scheduler, without_resume
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
@@ -78,8 +79,8 @@ def table(text):
 
 @pytest.mark.parametrize('cached', [False, True])
 def test_two_processes_have_the_pooling_that_one_calibrated(tmp_path, cached):
-    """Each evaluates a half of the images: with another view on one of them, another loss would come out."""
-    settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_views': 0})
+    """Each evaluates a half of the images: with another pooling on one of them, another loss would come out."""
+    settings = changed(GROUP_NORM, stage2={'epochs': 1, 'pool_lr': 1e-9, 'cache_features': cached, 'cache_repeats': 0})
     settings['pool']['options'] = {'solver': 'sinkhorn', 'feature_scale': 'raw', 'gain': 'scalar', 'smoothness': 1e-3}
     run = Run(tmp_path, settings)
     assert run.run_together(2) == [0, 0], run.text
@@ -97,13 +98,13 @@ def test_a_finished_run_has_all_it_promises(single):
     assert 'native pooling' in single.text
     assert 'ROTP sinkhorn' in single.text
     assert 'global_pool.gain' in single.text
-    assert re.search(r'The plan uses 1[\d.]+ of 16 places', single.text)
+    assert re.search(r'The plan uses 1[\d.]+ of 16 positions', single.text)
     model = rotp_vision.load_pretrained(single.output / 'export')
-    state = load_file(single.checkpoints[-1] / 'model.safetensors')
+    state = single.weights
     assert all(value.equal(state[name]) for name, value in model.state_dict().items())
     # Stage 2 trained the pooling alone.
     stage1 = next(path for path in single.checkpoints if path.name.startswith('stage1'))
-    ema = torch.load(stage1 / 'state.pt', weights_only=True)['ema']
+    ema = load_checkpoint(stage1).ema
     assert all(state[name].equal(ema[name]) for name in ema)
     rows = list(csv.DictReader((single.output / 'weights.csv').open()))
     assert rows[0]['value'] != rows[len(rows) // 2]['value']
@@ -113,7 +114,7 @@ def test_evaluate_alone_on_checkpoint_export_and_file(single):
     final = single.text.split('ROTP sinkhorn')[-1].split('│')[1].strip()
     size = len(single.text)
     checkpoint = single.checkpoints[-1]
-    for target in (single.output / 'export', checkpoint, checkpoint / 'model.safetensors'):
+    for target in (single.output / 'export', checkpoint, single.output / 'export/model.safetensors'):
         assert single.run('--evaluate', str(target)) == 0, single.text
         assert f'{final} ' in single.text[size:]
         size = len(single.text)
@@ -215,9 +216,9 @@ def test_checkpoints_come_by_time(tmp_path):
     settings = changed(TINY, data__train_images=32, stage1__epochs=1, stage2__epochs=0, checkpoint_steps=0)
     seldom, often = Run(tmp_path / 'seldom', settings), Run(tmp_path / 'often', settings)
     assert seldom.run('--keep', '9') == 0, seldom.text
-    assert [path.name[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
+    assert [path.stem[-4:] for path in seldom.checkpoints] == ['0004', '0000']  # of the epoch's end alone
     assert often.run('--keep', '9', '--checkpoint_minutes', '1e-9') == 0, often.text
-    assert [path.name[-4:] for path in often.checkpoints] == ['0001', '0002', '0003', '0004', '0000']
+    assert [path.stem[-4:] for path in often.checkpoints] == ['0001', '0002', '0003', '0004', '0000']
 
 
 def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_path):
@@ -279,7 +280,7 @@ def test_names_are_no_markup(tmp_path):
 
 def test_wrong_beginnings_end_with_a_message(tmp_path):
     run = Run(tmp_path, TINY)
-    assert run.run('--stage1.epochs', '0') == 1
+    assert run.run('--stage1.epochs', '0') == 2
     assert 'needs a trained network' in run.text
     assert run.run('--global-batch-size', '64') == 1
     assert 'at most the 32 training images, got 64; 8 more are held out by stage2.calibrate' in run.text

@@ -1,6 +1,6 @@
 import numpy as np
 
-from rotp_vision.training.generated import CLASSES, generate
+from rotp_vision.data.generated import CLASSES, generate
 
 
 def pixels(*args, **kwargs):
@@ -23,7 +23,7 @@ def test_classes_take_turns():
 
 
 def test_the_object_is_small_and_anywhere(monkeypatch):
-    import rotp_vision.training.generated as generated
+    import rotp_vision.data.generated as generated
 
     centres, areas = [], []
     flat = np.full((64, 64, 3), 0.5, np.float32)

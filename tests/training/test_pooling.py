@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rotp_vision.training.config import DataConfig
-from rotp_vision.training.sources import hold_out, open_sources
+from rotp_vision.data.config import DataConfig
+from rotp_vision.data.sources import hold_out, open_sources
 from tests.training.runs import TINY, Run, changed
 from tests.training.test_train import images, table
 
@@ -58,10 +58,10 @@ def test_a_new_classifier_calibrates_nothing(tmp_path, folder):
     settings['model']['checkpoint'] = str(first.checkpoints[-1])
     run = Run(tmp_path, changed(settings, stage2={'epochs': 1, 'train': 'pool+classifier'}))
     assert run.run() == 0, run.text
-    assert f'{first.checkpoints[-1].name} has 4 classes, the data 7: the classifier starts anew' in run.text
+    assert f'{first.checkpoints[-1].name} has 4 classes, the data 7: the classifier is new' in run.text
     assert 'not calibrated: the classifier is not trained yet' in run.text
     assert list(table(run.text)) == ['ROTP sinkhorn trained']
     run = Run(tmp_path / 'pool', changed(settings, stage2={'epochs': 1, 'train': 'pool'}))
     assert run.run() == 1
-    assert 'its classifier would have to be trained' in run.text
+    assert 'to train a new classifier' in run.text
     assert 'Traceback' not in run.text
