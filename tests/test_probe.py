@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import rotp_vision
 from rotp_vision import PoolOptions, fit_probe
 from rotp_vision.cli import main
+from rotp_vision.data.cache import CachedMaps
 from rotp_vision.evaluation import ImageFiles
 from rotp_vision.layers import ROTSetPool
 from rotp_vision.probing import joint
@@ -33,18 +34,18 @@ def grouped(num_classes=4, groups_of_class=5, frames=6):
 
 
 def spotted(targets, size=7, channels=12, strength=3.0, seed=0):
-    """Maps of noise whose class shows at one place of each, in the channel of its number."""
+    """Maps of noise whose class shows at one position, in the channel of its number."""
     generator = torch.Generator().manual_seed(seed)
     maps = torch.rand(len(targets), channels, size * size, generator=generator)
-    places = torch.randint(size * size, (len(targets),), generator=generator)
-    maps[torch.arange(len(targets)), targets, places] += strength
+    positions = torch.randint(size * size, (len(targets),), generator=generator)
+    maps[torch.arange(len(targets)), targets, positions] += strength
     return maps.unflatten(2, (size, size))
 
 
 # The ridge
 
 
-@pytest.mark.parametrize('num_features', [7, 60])  # fewer and more than images: 60 are rotated
+@pytest.mark.parametrize('num_features', [7, 60])  # fewer and more than images: the dual problem
 @pytest.mark.parametrize('left_out', [(1,), (0, 2), ()])
 def test_a_fit_solves_its_normal_equations(num_features, left_out):
     generator = torch.Generator().manual_seed(0)
@@ -53,13 +54,12 @@ def test_a_fit_solves_its_normal_equations(num_features, left_out):
     folds = torch.arange(30) % 3
     ridge = RidgeFolds(features, targets, folds, 3, penalty=0.5)
     # The defining problem, in float64 and with the bias as a column: Σ w ‖y − W z − b‖² + λ ‖W‖².
-    x, w = features.double(), class_weights(targets).double()
-    mean = w @ x
-    z = (x - mean) / (w @ (x - mean).square()).sqrt()
+    x = features.double()
+    z = (x - x.mean(0)) / x.std(0, correction=0)
     kept = ~torch.isin(folds, torch.tensor(left_out))
     z1 = torch.cat([z, torch.ones(30, 1)], 1)
-    root = w[kept].sqrt()[:, None]
-    penalty = torch.eye(num_features + 1, dtype=torch.float64) * 0.5 * num_features / kept.sum() * w[kept].sum()
+    root = class_weights(targets[kept]).double().sqrt()[:, None]
+    penalty = torch.eye(num_features + 1, dtype=torch.float64) * 0.5 * num_features / kept.sum()
     penalty[-1, -1] = 0
     a = root * z1[kept]
     solution = torch.linalg.solve(a.T @ a + penalty, a.T @ (root * F.one_hot(targets, 3)[kept]))
@@ -69,6 +69,14 @@ def test_a_fit_solves_its_normal_equations(num_features, left_out):
     else:
         images, logits = torch.arange(30), ridge.classifier()(features)
     torch.testing.assert_close(logits.double(), (z1 @ solution)[images], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize('num_features', [7, 60])
+def test_labels_of_a_fold_do_not_change_its_own_logits(num_features):
+    features, targets, folds = torch.randn(30, num_features), torch.arange(30) % 3, torch.arange(30) // 10
+    _, logits = RidgeFolds(features, targets, folds, 3).held_out(0)
+    others = torch.where(folds == 0, 0, targets)
+    assert torch.equal(RidgeFolds(features, others, folds, 3).held_out(0)[1], logits)
 
 
 def test_a_constant_feature_is_left_out():
@@ -139,6 +147,7 @@ def test_small_objects_are_found():
     others = spotted(targets, seed=1)
     assert balanced_mean((result.predict(others) == targets).float(), targets) > average.score + 0.1
     assert 'ROTP (chosen)' in str(result)
+    assert result.sentence.startswith('ROTP pays: +')
     assert '120 images in 20 groups, 4 classes, 5 folds' in str(result)
 
 
@@ -149,7 +158,7 @@ def test_average_is_kept_where_nothing_beats_it():
     maps[torch.arange(len(targets)), targets] += 2  # everywhere alike: the mean is the best estimate
     result = fit_probe(maps, targets, groups)
     assert result.chosen is result.rows[0]
-    assert 'average pooling is chosen' in str(result)
+    assert 'Keep average pooling: ROTP has no clear gain' in str(result)
     mean = maps.mean((2, 3))
     torch.testing.assert_close(result.logits(maps), result.classifier(mean))
 
@@ -224,6 +233,7 @@ def test_a_neck_comes_before_the_classifier():
         ({'num_folds': 2}, 'at least 3'),
         ({'num_folds': 121}, '121 folds need at least as many'),
         ({'maps': torch.rand(120, 8)}, 'maps must be floating point'),
+        ({'maps': torch.full((120, 8, 2, 2), torch.inf)}, 'maps must be finite'),
     ],
 )  # fmt: skip
 def test_what_cannot_be_probed_is_refused(change, message):
@@ -360,7 +370,9 @@ def test_what_is_written_loads_and_is_taken_by_the_other_commands(place, tmp_pat
     model = rotp_vision.load_pretrained(output)
     assert (model.num_classes, model.pretrained_cfg['label_names']) == (3, CLASSES)
     assert main(['verify', '--model', str(output), '--images', str(place / 'images'), '--workers', '0']) == 0
-    assert 'top-1' in capsys.readouterr().out
+    verified = capsys.readouterr().out
+    assert 'The classifier was fitted to the pooling that `probe` chose' in verified
+    assert verified.splitlines()[-1].endswith(shown.split('\n\nwrote')[0].splitlines()[-1])
     drawn = [*('visualize', '--model', str(output), '--images', str(place / 'images'), '--limit', '2')]
     assert main([*drawn, '--output', str(tmp_path / 'drawn')]) == 0
     assert any(name in (tmp_path / 'drawn' / 'index.html').read_text() for name in CLASSES)
@@ -395,44 +407,48 @@ def test_a_parquet_file_is_the_folder_in_another_form(place, tmp_path, capsys):
     assert names == [CLASSES, CLASSES, ['0', '1', '2']]
 
 
-def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch):
-    from rotp_vision.probing import images
+@pytest.fixture
+def computed(monkeypatch):
+    """The numbers of the shards that are computed, of eight images each."""
+    shards, write = [], CachedMaps.write
+    monkeypatch.setattr('rotp_vision.data.cache.MAX_IMAGES', 8)
+    monkeypatch.setattr(CachedMaps, 'write', lambda self, new, *args: shards.extend(new) or write(self, new, *args))
+    return shards
 
-    monkeypatch.setattr(images, '_SHARD', 8)
-    written = []
-    write = images.write_shard
 
-    def write_three(file, *args):
-        if len(written) == 3:
+def test_a_killed_run_goes_on_where_it_was(place, tmp_path, monkeypatch, computed):
+    forward, passes = timm.models.ResNet.forward_features, []
+
+    def killed(model, x):
+        passes.append(len(x))
+        if passes.count(8) == 4:  # in the fourth shard
             raise KeyboardInterrupt
-        written.append(file.name)
-        return write(file, *args)
+        return forward(model, x)
 
-    monkeypatch.setattr(images, 'write_shard', write_three)
+    monkeypatch.setattr(timm.models.ResNet, 'forward_features', killed)
     with pytest.raises(KeyboardInterrupt):
         run(place, '--output', tmp_path / 'probed')
     assert sorted(path.name for path in tmp_path.iterdir()) == ['probed.maps']
-    first, written[:] = list(written), []
+    monkeypatch.setattr(timm.models.ResNet, 'forward_features', forward)
+    foreign = tmp_path / 'probed.maps' / 'notes.txt'
+    foreign.write_text('not ours')
+    computed.clear()
     assert run(place, '--output', tmp_path / 'probed') == 0
-    assert sorted([*first, *written]) == [f'probe-{k}of5.npy' for k in range(5)]
-    monkeypatch.undo()
+    assert computed == [3, 4]
+    assert list((tmp_path / 'probed.maps').iterdir()) == [foreign]
     assert run(place, '--output', tmp_path / 'whole') == 0
     one, other = (rotp_vision.load_pretrained(tmp_path / name).state_dict() for name in ('probed', 'whole'))
     torch.testing.assert_close(one, other)
 
 
-def test_kept_maps_are_used_again_unless_the_images_change(place, tmp_path, monkeypatch):
-    from rotp_vision.probing import images
-
-    names = []
-    write = images.write_shard
-    monkeypatch.setattr(images, 'write_shard', lambda file, *args: names.append(file.name) or write(file, *args))
+def test_kept_maps_are_used_again_unless_the_images_change(place, tmp_path, computed, capsys):
     cached = ['--cache', tmp_path / 'maps']
-    assert run(place, *cached, '--output', tmp_path / 'a') == 0
-    assert run(place, *cached, '--output', tmp_path / 'b') == 0
-    assert len(names) == 1
-    assert run(place, *cached, '--image-size', 96, '--output', tmp_path / 'c') == 0
-    assert len(names) == 2
+    for name, size, expected in (('a', None, 5), ('b', None, 0), ('c', 96, 5)):
+        computed.clear()
+        assert run(place, *cached, '--image-size', size, '--output', tmp_path / name) == 0
+        assert len(computed) == expected
+        assert re.findall(r'computing maps: +(\d+)%', capsys.readouterr().err)[-1] == '100'
+    assert json.loads((tmp_path / 'c' / 'config.json').read_text())['pretrained_cfg']['input_size'] == [3, 96, 96]
 
 
 def copied(place, tmp_path):

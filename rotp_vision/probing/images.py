@@ -1,9 +1,9 @@
 """Labelled images of a folder or a parquet file, and their maps by a frozen network, computed once."""
 
 import os
-import shutil
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from tqdm import tqdm
 
+from rotp_vision.data.cache import CachedMaps, fingerprint
+from rotp_vision.data.loading import Batch
+from rotp_vision.data.sources import FolderSource, HubSource
+from rotp_vision.data.workers import iterate, loading
 from rotp_vision.evaluation import ImageFiles
+from rotp_vision.files import check_disk
 from rotp_vision.images import UnreadableImage
 from rotp_vision.layers import GlobalROTPool2d
 from rotp_vision.surgery.head import GlobalPool
-from rotp_vision.training.cache import fingerprint, images_of, is_whole, labels_file, shard_file, write_shard
-from rotp_vision.training.config import DataConfig
-from rotp_vision.training.data import Batch, Shard
-from rotp_vision.training.processes import iterate
-from rotp_vision.training.sources import FolderSource, HubSource
 
 FOLDER = 'folder'  # the one thing that images of a folder can be grouped by
-_SHARD = 128  # images whose maps are computed again after the process was killed
+_NAME = 'probe'  # of the cached maps
 
 
 class LabelledImages(NamedTuple):
@@ -64,7 +64,7 @@ def _open_folder(path: Path, group_by: str | None) -> LabelledImages:
         )
     source = FolderSource(path)
     groups = _numbered([os.path.dirname(file) for file in source.files]) if group_by else None
-    return LabelledImages(source, source.classes, torch.tensor(source.labels), groups, images_of(source))
+    return LabelledImages(source, source.classes, torch.tensor(source.labels), groups, source.contents())
 
 
 def _open_table(path: Path, table: Any, label: str, group_by: str | None) -> LabelledImages:
@@ -77,8 +77,7 @@ def _open_table(path: Path, table: Any, label: str, group_by: str | None) -> Lab
         names, numbers = np.unique(np.asarray(table[label]), return_inverse=True)
         feature = datasets.ClassLabel(names=names.tolist())
         table = table.remove_columns(label).add_column(label, numbers.tolist(), feature=feature)
-    table = table.cast_column('image', datasets.Image(decode=False))
-    source = HubSource(table, DataConfig(path=str(path), label_key=label), path.name)
+    source = HubSource(table, path.name, label_key=label)
     found, targets = np.unique(np.asarray(table[label]), return_inverse=True)
     classes = [source.classes[number] for number in found]
     groups = None if group_by is None else _numbered(table[group_by])
@@ -103,7 +102,7 @@ def cached_maps(
     workers: int,
     progress: bool,
 ) -> Tensor:
-    """Float16 maps (n, C, H, W) or tokens (n, N, C) that the pool sees, from shards; missing ones are computed.
+    """Float16 maps (n, C, H, W) or tokens (n, N, C), the input of the pool, from files; missing ones are computed.
 
     Args:
         model: frozen but for pool and classifier, in eval mode.
@@ -111,55 +110,48 @@ def cached_maps(
         images: n of them.
         transform: of an image to a tensor.
         image_shape: of that tensor.
-        directory: of the shards, in a directory of its own for each network, transform and set of images.
+        directory: of the files, which get a directory for each network, transform and set of images.
         batch_size: images in a forward pass.
         workers: processes that read images.
         progress: whether to show a progress bar.
     """
     device = next(model.parameters()).device
+    dataset = _Prepared(images.source, transform, torch.zeros(image_shape))
     seen: list[Tensor] = []
 
     def compute(batch: Tensor) -> Tensor:
         model(batch.to(device))
         return _as_kept(pool, seen.pop())
 
-    dataset = _Prepared(images.source, transform, torch.zeros(image_shape))
-    num_images = len(dataset)
-    identity = [type(model).__name__, str(transform), images.identity]
-    place = directory / fingerprint(model, DataConfig(), 0, 0, identity)
-    num_shards = -(-num_images // _SHARD)
-    files = [shard_file(place, 'probe', Shard(k, num_shards)) for k in range(num_shards)]
-    missing = [k for k in range(num_shards) if not is_whole(files[k])]
-    of_shard = {k: list(range(k, num_images, num_shards)) for k in missing}
-    batches_of = {
-        k: [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)] for k, rows in of_shard.items()
-    }
-    left = sum(map(len, of_shard.values()))
-    hook = pool.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    try:
-        example = compute(torch.zeros(1, *image_shape))
-        _check_disk(place, 2 * example.numel() * left)
-        rows = [part for k in missing for part in batches_of[k]]
-        # With its own generator the loader does not draw its base seed from the random state of the process.
-        loader = DataLoader(
-            dataset, batch_sampler=rows, collate_fn=_collate, num_workers=workers, generator=torch.Generator()
+    with pool.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+        example = compute(dataset.filler[None])
+        place = directory / fingerprint(model, type(model).__name__, str(transform), images.identity)
+        maps = CachedMaps(place, _NAME, len(dataset), example.shape[1:])
+        missing = [shard for shard in range(maps.num_shards) if maps.state(shard) != 'ready']
+        left = sum(len(maps.indices(shard)) for shard in missing)
+        check_disk(place, 2 * example.numel() * left, 'the maps need', 'choose another cache directory')
+        rows = [batch for shard in missing for batch in maps.batches(shard, batch_size)]
+        loader = DataLoader(dataset, batch_sampler=rows, collate_fn=_collate, **loading(workers))
+        bar = tqdm(
+            None, 'computing maps', len(dataset), unit='image', initial=len(dataset) - left, disable=not progress
         )
-        batches = iterate(loader)
-        with tqdm(
-            None, 'computing maps', num_images, unit='image', initial=num_images - left, disable=not progress
-        ) as bar:
-            counted = _counted(batches, bar)
-            for k in missing:
-                write_shard(files[k], islice(counted, len(batches_of[k])), compute, len(of_shard[k]))
-    finally:
-        hook.remove()
-    maps = torch.empty(num_images, *example.shape[1:], dtype=torch.float16)
-    readable = torch.empty(num_images, dtype=torch.bool)
-    for k, file in enumerate(files):
-        maps[k::num_shards] = torch.from_numpy(np.load(file))
-        readable[k::num_shards] = torch.from_numpy(np.load(labels_file(file)) >= 0)
-    _refuse_unreadable(images.source, (~readable).nonzero().flatten().tolist())
-    return maps
+        with bar:
+            for batch in maps.write(missing, batch_size, iterate(loader), compute):
+                bar.update(len(batch.labels))
+    values, readable = maps.read(range(len(dataset)))
+    _refuse_unreadable(images.source, (readable < 0).nonzero()[0].tolist())
+    return torch.from_numpy(values)
+
+
+def remove_maps(directory: Path) -> None:
+    """Remove the files that `cached_maps` wrote, and then the directories that are empty; nothing else."""
+    folders = [folder for folder in directory.iterdir() if re.fullmatch('[0-9a-f]{16}', folder.name)]
+    for folder in folders:
+        for file in folder.glob(f'{_NAME}-*.safetensors'):
+            file.unlink()
+    for folder in (*folders, directory):
+        with suppress(OSError):  # it holds files of others
+            folder.rmdir()
 
 
 class _Prepared(Dataset):
@@ -185,23 +177,10 @@ def _collate(samples: list[tuple[Tensor, int]]) -> Batch:
 
 def _as_kept(pool: GlobalPool, x: Tensor) -> Tensor:
     """The input of the pool as maps (B, C, H, W) or tokens (B, N, C)."""
+    largest = float(x.abs().max())
+    if not largest <= torch.finfo(torch.float16).max:
+        raise ValueError(f'maps of the network must fit float16, but a feature is {largest:.3g}: check its weights')
     return x.permute(0, 3, 1, 2) if isinstance(pool, GlobalROTPool2d) and pool.input_fmt == 'NHWC' else x
-
-
-def _counted(batches: Iterator[Batch], bar: tqdm) -> Iterator[Batch]:
-    for batch in batches:
-        yield batch
-        bar.update(len(batch.labels))
-
-
-def _check_disk(directory: Path, needed: int) -> None:
-    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if needed * 1.02 > free:
-        raise OSError(
-            f'the maps need {needed / 2**30:.2f} GiB in {directory} but {free / 2**30:.2f} GiB are free: choose '
-            'another cache directory'
-        )
 
 
 def _refuse_unreadable(source: FolderSource | HubSource, indices: list[int]) -> None:

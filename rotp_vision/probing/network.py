@@ -1,7 +1,5 @@
-"""Probing a network with a user's own images: what `rotp-vision probe` does."""
+"""Fitting pooling and classifier of a pretrained network to your own images."""
 
-import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -9,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data.config import resolve_data_config
 from timm.data.transforms_factory import create_transform
 from torch import nn
 
+from rotp_vision.evaluation import image_config, record_image_config
 from rotp_vision.extras import of_extra
 from rotp_vision.files import check_writable, write_atomically
 from rotp_vision.hub import save_pretrained
@@ -45,20 +43,20 @@ def probe(
 ) -> ProbeResult:
     """Give a pretrained network a classifier of your own images, and the pooling that suits them, in place.
 
-    The frozen network sees each image once; its maps are kept on disk, so that a run that was interrupted continues
-    where it was. `fit_probe` then chooses the pooling and fits the classifier. Nothing else of the network changes.
+    The frozen network runs once on each image. Its maps are kept on disk, so that an interrupted run continues where it
+    stopped. `fit_probe` then chooses the pooling and fits the classifier. Nothing else of the network changes.
 
     Args:
         model: any classifier with a global pool of maps or tokens that `convert` can replace, or a converted one.
         data: a folder of class folders, or a parquet file with images (Hugging Face datasets' layout).
         output: directory to write the converted network to, from which `load_pretrained` reads it; None writes nothing.
-        group_by: column of the parquet file that is equal for images which must not be divided between folds, such as
-            the frames of a video; of a folder 'folder', for images in one folder inside a class folder.
+        group_by: column of the parquet file that groups images, such as the frames of a video, which are never divided
+            between folds. For a folder, 'folder' groups the images in one folder inside a class folder.
         label: column of the labels in a parquet file, class numbers or names.
         image_size: side of the images, if not that of the network's data config.
         num_folds: of the cross-validation.
         train: whether to train pooling and classifier together too, see `train_jointly`.
-        cache: directory of the maps, which are kept; by default they are beside the output until the end.
+        cache: directory in which the maps are kept; by default they are beside the output and removed at the end.
         base: see `save_pretrained`.
         model_args: see `save_pretrained`.
         batch_size: images in a forward pass.
@@ -83,7 +81,7 @@ def probe(
         (2, 12)
     """
     with of_extra('train'):
-        from rotp_vision.probing.images import cached_maps, open_images
+        from rotp_vision.probing.images import cached_maps, open_images, remove_maps
     target = None if output is None else Path(output)
     if target is not None:
         check_writable(target.parent)
@@ -94,9 +92,9 @@ def probe(
     if not rot_pools(model):
         convert(model)
     _, pool = find_global_pool(model)
-    preparation = resolve_data_config({'img_size': image_size}, model=model)
-    shape = preparation['input_size']
-    transform: Any = create_transform(**preparation)
+    config = image_config(model, image_size)
+    shape = config['input_size']
+    transform: Any = create_transform(**config)
     with ExitStack() as stack:
         if cache is not None:
             place = Path(cache)
@@ -121,18 +119,21 @@ def probe(
             with torch.enable_grad():
                 result = train_jointly(result, maps, images.targets, images.groups, progress=progress)
     _install(model, pool, result)
+    unknown = {'label_descriptions': None, 'tag': None}  # which described the native classes
+    record_image_config(model, config, num_classes=len(images.classes), label_names=images.classes, **unknown)
     if target is not None:
         save_pretrained(model, target, base=base, model_args=model_args, force=force)
-        _describe(target, result, images.classes, preparation)
+        write_atomically(target / 'probe.md', f'{result}\n')
         if cache is None:
-            shutil.rmtree(place)
+            remove_maps(place)
     return result
 
 
 @contextmanager
 def _without_classifier(model: nn.Module) -> Iterator[None]:
-    """The model without its classifier and frozen, so that it returns the features that its classifier reads."""
-    heads = [head for head in _heads(model) if any(True for _ in head.parameters())]
+    """The model frozen and without its classifier, so that it returns the input of the classifier."""
+    heads = [] if getattr(model, 'num_classes', None) == 0 else classifiers(model)
+    heads = [head for head in heads if any(True for _ in head.parameters())]
     for head in heads:
         if not is_linear(head) or head.bias is None:
             raise ValueError(
@@ -140,32 +141,27 @@ def _without_classifier(model: nn.Module) -> Iterator[None]:
             )
     if len(heads) > 1:
         raise ValueError(f'the model must have one classifier, got {len(heads)}')
-    places = [(parent, name) for head in heads for parent, name in _places(model, head)]
+    owners = [(parent, name) for head in heads for parent, name in _owners(model, head)]
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    for parent, name in places:
+    for parent, name in owners:
         setattr(parent, name, nn.Identity())
     model.requires_grad_(False)
     try:
         yield
     finally:
-        for parent, name in places:
+        for parent, name in owners:
             setattr(parent, name, heads[0])
         for parameter, flag in flags.items():
             parameter.requires_grad_(flag)
 
 
-def _heads(model: nn.Module) -> list[nn.Module]:
-    """The classifier of the model; none if it was created without one."""
-    return [] if getattr(model, 'num_classes', None) == 0 else classifiers(model)
-
-
-def _places(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where a module is: parents and names."""
+def _owners(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The parents of a module, and its names in them."""
     return [(parent, name) for parent in model.modules() for name, child in parent.named_children() if child is module]
 
 
 def _neck(model: nn.Module, pool: GlobalPool, image_shape: tuple[int, ...]) -> Neck:
-    """What a model without classifier does with pooled features."""
+    """The layers between the pool and the classifier, of a model without classifier."""
     device = next(model.parameters()).device
     noise = torch.randn(2, *image_shape, generator=torch.Generator().manual_seed(0))
     collected = collect(model, pool, [(noise, torch.zeros(2, dtype=torch.long))], CHUNK)
@@ -187,7 +183,7 @@ def _install(model: nn.Module, pool: GlobalPool, result: ProbeResult) -> None:
     else:
         (old,) = classifiers(model)
         new = _like(old, num_classes)
-        for parent, name in _places(model, old):
+        for parent, name in _owners(model, old):
             setattr(parent, name, new)
     (layer,) = classifiers(model)
     assert isinstance(layer, (nn.Linear, nn.Conv2d))
@@ -200,20 +196,8 @@ def _install(model: nn.Module, pool: GlobalPool, result: ProbeResult) -> None:
 
 
 def _like(layer: nn.Module, num_classes: int) -> nn.Module:
-    """A linear layer or 1 × 1 convolution as the given one, with another number of outputs."""
+    """A linear layer or 1 × 1 convolution like `layer`, with another number of outputs."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, num_classes).to(layer.weight)
     assert isinstance(layer, nn.Conv2d)
     return nn.Conv2d(layer.in_channels, num_classes, 1).to(layer.weight)
-
-
-def _describe(directory: Path, result: ProbeResult, classes: list[str], preparation: Mapping[str, Any]) -> None:
-    """Add the class names and the preparation of the images to config.json, and the table as probe.md."""
-    path = directory / 'config.json'
-    written = json.loads(path.read_text())
-    published = written['pretrained_cfg']
-    for key in ('tag', 'label_descriptions', 'test_input_size', 'test_crop_pct', 'pool_size'):
-        published.pop(key, None)
-    published |= {**preparation, 'num_classes': len(classes), 'label_names': classes}
-    write_atomically(path, json.dumps(written, indent=2))
-    write_atomically(directory / 'probe.md', f'{result}\n')
