@@ -1,5 +1,6 @@
 """The parts of the evidence on hand-made numbers, and the whole command on generated images."""
 
+import argparse
 import io
 
 import numpy as np
@@ -9,7 +10,7 @@ from datasets import Dataset, Image
 from PIL import Image as Pillow
 from torch import nn
 
-from benchmarks import evidence, evidence_classes, real_data, small_objects
+from benchmarks import evidence, evidence_classes, probe, real_data, small_objects
 from benchmarks.evidence_poolings import (
     ALONE,
     AVERAGE,
@@ -222,6 +223,16 @@ def test_command(data, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evidence, 'run_task', lambda *_: pytest.fail('judged twice'))
     evidence.main(command)
     assert page.read_text('utf-8') == first
+
+
+def test_probe_judges_every_image_in_the_order_of_the_file(data, tmp_path):
+    args = argparse.Namespace(data=data, cache=tmp_path, limit=None)
+    maps, targets, groups = probe.load(RESNET, 'foda15', args)
+    assert targets.tolist() == [i % 3 for i in range(45)]
+    assert groups.unique(return_counts=True)[1].tolist() == [3] * 15
+    right, chosen = probe.judge(maps, targets, groups, 5)
+    assert all(len(values) == 45 for values in right.values())
+    assert f'| {probe.CHOICE} |' in probe.report(right, targets, groups, chosen)
 
 
 def test_small_objects(tmp_path, monkeypatch):
