@@ -22,7 +22,7 @@ BELOW = {
     'evaluation': NETWORKS | {'calibration', 'data', 'images', 'tables'},
     'data': NETWORKS | {'files', 'images'},
     'training': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images'},
-    'probing': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables', 'training'},
+    'probing': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables'},
     'cli': NETWORKS | TOOLS | {'probing', 'training', 'extras', 'files', 'tables'},
     'run': {'__init__'},
     '__init__': NETWORKS | TOOLS | {'probing'},

@@ -1,8 +1,11 @@
+import ast
 import json
 import os
+import re
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -10,7 +13,7 @@ import timm
 import torch
 import torchvision
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from timm.data import resolve_model_data_config
 from timm.layers import convert_sync_batchnorm
 from torch import nn
@@ -195,13 +198,38 @@ def test_local_pools_are_not_dropped_in_silence(tmp_path):
             load_pretrained(directory, **arguments)
 
 
-def test_other_files_of_a_directory_stay(tmp_path):
+def test_force_replaces_three_files_and_touches_nothing_else(tmp_path):
     directory = save_pretrained(converted(), tmp_path / 'out')
     (directory / 'notes').mkdir()
     (directory / 'notes' / 'README.md').write_text('mine')
-    save_pretrained(converted(), directory, force=True)
+    link = tmp_path / 'link'
+    link.symlink_to(directory, target_is_directory=True)
+    node = directory.stat().st_ino, (directory / 'notes').stat().st_ino
+    save_pretrained(converted(), link, force=True)
+    assert link.is_symlink()
+    assert (directory.stat().st_ino, (directory / 'notes').stat().st_ino) == node
     assert sorted(os.listdir(directory)) == ['README.md', 'config.json', 'model.safetensors', 'notes']
     assert (directory / 'notes' / 'README.md').read_text() == 'mine'
+    (tmp_path / 'file').write_text('mine')
+    with pytest.raises(ValueError, match='not a directory'):
+        save_pretrained(converted(), tmp_path / 'file', force=True)
+    assert (tmp_path / 'file').read_text() == 'mine'
+
+
+def test_an_interrupted_replacement_is_not_taken_for_a_model(tmp_path, monkeypatch):
+    directory = save_pretrained(converted(), tmp_path / 'out')
+    move, moved = Path.replace, []
+
+    def interrupted(self, target):
+        moved.append(move(self, target))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, 'replace', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_pretrained(converted(), directory, force=True)
+    assert [path.name for path in moved] == ['model.safetensors']
+    with pytest.raises(ValueError, match=r'has no config\.json'):
+        load_pretrained(directory)
 
 
 def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
@@ -290,16 +318,73 @@ def test_pickles_that_could_run_code_are_refused(tmp_path):
         read_state_dict(tmp_path / 'nothing.pth')
 
 
-def test_what_is_damaged_is_said(tmp_path):
+def rewritten(directory, change):
+    """The directory with another config.json."""
+    config = json.loads((directory / 'config.json').read_text())
+    (directory / 'config.json').write_text(json.dumps(change(config) or config))
+    return directory
+
+
+def test_damaged_files_are_named(tmp_path):
     directory = save_pretrained(convert(timm.create_model('test_resnet', num_classes=3)), tmp_path / 'model')
     weights, config = directory / 'model.safetensors', directory / 'config.json'
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(ValueError, match='may be incomplete'):
         load_pretrained(directory)
-    for text in ('{}', '{', '[]'):
+    for text in ('{}', '{', '[]', '{"architecture": 5}', '{"architecture": "rotp_converted"}', '[' * 200_000):
         config.write_text(text)
         with pytest.raises(ValueError, match='is not what save_pretrained wrote'):
             load_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda c: c.update(architecture='resnet18'), 'network resnet18 does not take: base, base_args, format, pools'),
+        (lambda c: c['model_args'].update(base=5), 'base in config.json must be the name'),
+        (lambda c: c['model_args'].update(pools=['global_pool']), 'pools in config.json must be options'),
+        (lambda c: c['model_args'].update(folded='global_pool'), 'folded in config.json must be a list'),
+        (lambda c: c['model_args'].update(folded=['nowhere']), "'folded': nowhere"),
+        (lambda c: c['model_args'].update(format=2), 'reads up to 1: upgrade'),
+        (lambda c: c['model_args'].update(base_args={'norm_layer': 'nothing'}), 'test_efficientnet cannot be built'),
+        (lambda c: c['model_args'].update(base_args={'act_layer': 'nothing'}), 'test_efficientnet cannot be built'),
+        (lambda c: c['model_args'].update(base_args={'stem_size': 10**9}), 'stem_size .* at most 16384'),
+        (lambda c: c['model_args'].update(pools={'global_pool': {'num_iters': 10**9}}), 'num_iters .* at most 16384'),
+    ],
+)
+def test_a_wrong_config_gets_one_clear_sentence(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(rewritten(save_pretrained(converted(), tmp_path / 'out'), change))
+
+
+@pytest.mark.parametrize(
+    ('old', 'now'),
+    [
+        ({'view': 'rms'}, 'view is now feature_scale'),
+        ({'solver': 'badmm-e', 'num_modules': 4}, 'num_modules is now num_iters'),
+        ({'solver': 'badmm-e', 'coupled': True}, "coupled is now part of the solver's name"),
+        ({'learn': 'per-module'}, 'learn must be one of per-iteration'),
+    ],
+)
+def test_models_of_version_0_2_name_the_new_option(tmp_path, old, now):
+    def described(config):
+        del config['model_args']['format']
+        config['model_args']['pools'] = {'global_pool': old}
+
+    with pytest.raises(ValueError, match=now):
+        load_pretrained(rewritten(save_pretrained(converted(), tmp_path / 'out'), described))
+    ours = save_pretrained(timm.create_model('resnet18_rotp', num_classes=3), tmp_path / 'ours')
+    with pytest.raises(ValueError, match=now):
+        load_pretrained(rewritten(ours, lambda config: config['model_args'].update(rotp=old)))
+
+
+def test_weights_of_version_0_2_are_refused(tmp_path):
+    directory = save_pretrained(converted(), tmp_path / 'out')
+    state = load_file(directory / 'model.safetensors')
+    state['global_pool.gain.beta'] = state['global_pool.gain.beta'].squeeze()
+    save_file(state, directory / 'model.safetensors')
+    with pytest.raises(ValueError, match=r'saved by rotp_vision 0\.2'):
+        load_pretrained(directory)
 
 
 # A network of the user's own
@@ -382,6 +467,30 @@ def test_the_card_says_what_it_is_and_what_it_needs(tmp_path):
     assert 'licence cc-by-4.0 for the weights of timm/test' in text
     text = (save_pretrained(model, tmp_path / 'mit', license='mit') / 'README.md').read_text()
     assert yaml.safe_load(text.split('---')[1])['license'] == 'mit'
+
+
+def test_the_card_escapes_what_others_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    metrics = {'<img src=x onerror=alert(1)>': '# heading\n| cell |', 'f1': 0.5}
+    text = (save_pretrained(converted(), "it's", metrics=metrics) / 'README.md').read_text()
+    assert '<img' not in text.split('---', 2)[2]
+    assert '\n# heading' not in text
+    assert r'&lt;img src=x onerror=alert(1)&gt; | \# heading \| cell \| |' in text
+    (line,) = re.findall(r'load_pretrained\((.*)\)', text)
+    assert ast.literal_eval(line) == "it's"
+
+
+class Wrapper(nn.Module):
+    """As transformers wraps a network of timm."""
+
+    def __init__(self):
+        super().__init__()
+        self.timm_model = converted()
+
+
+def test_a_wrapper_of_transformers_is_told_what_to_save(tmp_path):
+    with pytest.raises(ValueError, match=r'save_pretrained\(model\.timm_model, directory\)'):
+        save_pretrained(Wrapper(), tmp_path / 'out', base='test_efficientnet')
 
 
 # The Hugging Face Hub, as a stand-in on this machine

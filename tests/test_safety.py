@@ -17,13 +17,15 @@ from safetensors.torch import save_file
 import rotp_vision
 from rotp_vision import hub
 from rotp_vision.cli import main
+from rotp_vision.data.config import DataConfig
+from rotp_vision.data.loading import TrainImages, ValImages
+from rotp_vision.data.sources import FolderSource
+from rotp_vision.data.transforms import transforms
 from rotp_vision.images import FORMATS, UnreadableImage, open_image
 from rotp_vision.training.checkpoint import Progress, save_checkpoint
-from rotp_vision.training.config import DataConfig, ModelConfig, PoolConfig, RunConfig
-from rotp_vision.data.loading import TrainImages, ValImages, transforms
+from rotp_vision.training.config import ModelConfig, PoolConfig, RunConfig
 from rotp_vision.training.finish import export
 from rotp_vision.training.model import build_model, load_for_evaluation
-from rotp_vision.data.sources import FolderSource
 
 
 class Touches:
@@ -223,11 +225,11 @@ def test_files_are_readable_as_the_umask_says(tmp_path, mask, mode):
         vision = build_model(ModelConfig('torchvision:squeezenet1_1'), 3)
         export(vision, RunConfig(model=ModelConfig('torchvision:squeezenet1_1')), tmp_path / 'vision', ['a'])
         rotp_vision.save_pretrained(rotp_vision.convert(native), tmp_path / 'converted')
-        save_checkpoint(tmp_path / 'checkpoints', Progress(), {}, {'weight': torch.ones(1)}, {}, 2)
+        save_checkpoint(tmp_path / 'checkpoints', Progress(), {}, {'weight': torch.ones(1)})
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob('*') if path.is_file()]
-    assert len(files) == 9
+    assert len(files) == 7
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == dict.fromkeys(
         (path.name for path in files), oct(mode)
     )

@@ -32,6 +32,10 @@ class ROTPResNet(ResNet):
         ('ROTPResNet', 'log')
     """
 
+    # TorchScript, which timm's suite tries, would compile it, or mistake the recorded arguments for an attribute.
+    __jit_unused_properties__ = ['_model_args']  # noqa: RUF012 - it wants lists
+    __jit_ignored_attributes__ = ['_model_args']  # noqa: RUF012
+
     def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
         options = pool_options(rotp)
         super().__init__(*args, global_pool='avg' if global_pool == 'rotp' else global_pool, **kwargs)

@@ -91,6 +91,9 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
         body['train'] = _train_unfrozen
     if changes.architecture:
         body['_model_args'] = property(_converted_arguments, _record_arguments)
+        # TorchScript, which timm's suite tries, would compile it, or mistake the recorded arguments for an attribute.
+        for name in ('__jit_unused_properties__', '__jit_ignored_attributes__'):
+            body[name] = [*getattr(native, name, ()), '_model_args']
     return type(native.__name__, (native,), body)
 
 
