@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from rotp_vision.core.problem import Regularizer, ROTProblem, hide_masked, log_normalize, zero_masked

@@ -181,7 +181,9 @@ def test_what_cannot_be_multi_scale():
     with pytest.raises(ValueError, match='sizes must be a positive integer, got -64'):
         multi_scale(converted(), (64, -64))
     for crop_pct in ((1.0,), 1.0, (0.875, 1.5), (0.0, 1.0), 'all'):
-        with pytest.raises(ValueError, match=r'crop_pct must be one share in \(0, 1\] for each of the sizes \(64, 96\)'):
+        with pytest.raises(
+            ValueError, match=r'crop_pct must be one share in \(0, 1\] for each of the sizes \(64, 96\)'
+        ):
             multi_scale(converted(), (64, 96), crop_pct)
     with pytest.raises(ValueError, match='before it is wrapped or compiled'):
         multi_scale(nn.DataParallel(converted()), (64, 96))
