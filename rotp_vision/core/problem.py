@@ -126,8 +126,10 @@ def scale_features(x: Tensor, feature_scale: str, mask: Tensor | None = None) ->
         mean_square = square.mean(2, keepdim=True)
     else:
         mean_square = square.sum(2, keepdim=True) / mask.sum(2, keepdim=True)
+    # A tensor, because the ONNX exporter takes an added number below 1e-8 for zero and drops it.
+    floor = torch.full_like(mean_square, (FLOOR * SQUARE_SCALE) ** 2)
     # Not by rsqrt, the slope of which overflows at a silent channel.
-    return x * (SQUARE_SCALE / (mean_square + (FLOOR * SQUARE_SCALE) ** 2).sqrt())
+    return x * (SQUARE_SCALE / (mean_square + floor).sqrt())
 
 
 def log_norm(x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class MapShape:
     """Mixin for pools of feature maps in either format: their shapes, and timm's pool protocol."""
 
     flatten: bool
-    input_fmt: Literal['NCHW', 'NHWC']
+    input_fmt: str  # TorchScript knows no Literal
 
     def set_shape(self, flatten: bool, input_fmt: Literal['NCHW', 'NHWC']) -> None:
         """Set the format of the input, and whether the output drops its spatial axes."""
