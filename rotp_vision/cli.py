@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add('--checkpoint', help='weights of the original')
     _add_model_kwargs(add, 'arguments of the original: img_size=256')
     _add_image_size(add)
-    add('--limit', type=int, help='use only so many images')
+    add('--limit', type=int, help='use at most so many images, evenly spread')
     _add_loading(add)
 
     add = command('probe', _probe, 'fit a classifier of your own images, with the pooling that suits them')
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     add('--images', required=True, nargs='+', help='image files, or folders of them')
     add('--class-index', type=int, help='the class whose evidence is drawn; by default the predicted one')
     _add_image_size(add)
-    add('--limit', type=int, default=16, help='draw at most so many images of each folder, from all classes')
+    add('--limit', type=int, default=16, help='draw at most so many images of each folder, evenly spread')
     add('--output', required=True, help='directory for sheet.png and index.html')
 
     commands.add_parser('train', help='train in two stages, by `train_imagenet.py`; see `rotp-vision train --help`')
@@ -365,9 +365,9 @@ def _visualize(args: argparse.Namespace):
     titles: list[str] = []
     total = 0
     for name in map(Path, args.images):
-        images = ImageFiles(name, None) if name.is_dir() else None
-        found = [name] if images is None else images.of_every_folder(args.limit)
-        total += 1 if images is None else len(images)
+        images = ImageFiles(name, None, args.limit) if name.is_dir() else None
+        found = [name] if images is None else images.files
+        total += 1 if images is None else images.total
         files += found
         # Files in different class folders may share a name, so titles include the folder.
         titles += [path.relative_to(name).as_posix() if name.is_dir() else path.name for path in found]
@@ -377,7 +377,7 @@ def _visualize(args: argparse.Namespace):
     for path in visualize(model, files, args.output, **drawn):
         print(f'wrote {path}')
     if len(files) < total:
-        print(f'{len(files)} of {total} images drawn, spread over all class folders; --limit draws more of each folder')
+        print(f'{len(files)} of {total} images drawn, evenly spread; --limit draws more of each folder')
 
 
 if __name__ == '__main__':

@@ -48,12 +48,6 @@ def record_image_config(model: nn.Module, config: Mapping[str, Any], **others: A
     model.pretrained_cfg = {name: value for name, value in known.items() if name not in _OF_OTHER_SIZES}  # pyright: ignore
 
 
-def _spread(values: list[Any], limit: int) -> list[Any]:
-    """At most `limit` of the values, evenly spaced."""
-    count = min(limit, len(values))
-    return [values[i * len(values) // count] for i in range(count)]
-
-
 class ImageFiles(Dataset):
     """The images of a folder, labelled by their class folders.
 
@@ -69,7 +63,9 @@ class ImageFiles(Dataset):
         if limit is not None and limit < 1:
             raise ValueError(f'the limit must be at least one image, got {limit}')
         labelled = [(Path(file), label) for file, label in zip(found.files, found.labels, strict=True)]
-        self.samples = labelled if limit is None else _spread(labelled, limit)
+        self.total = len(labelled)  # without the limit
+        count = self.total if limit is None else min(limit, self.total)
+        self.samples = [labelled[k * self.total // count] for k in range(count)]
 
     @property
     def files(self) -> list[Path]:
@@ -83,18 +79,12 @@ class ImageFiles(Dataset):
         file, label = self.samples[index]
         return (self.transform or pil_to_tensor)(open_image(file)), label
 
-    def of_every_folder(self, limit: int) -> list[Path]:
-        """At most `limit` of the files, spread over their folders as evenly as possible."""
-        folders: dict[Path, list[Path]] = {}
-        for path in self.files:
-            folders.setdefault(path.parent, []).append(path)
-        counts = dict.fromkeys(_spread(list(folders), limit), 0)
-        left = min(limit, sum(len(folders[folder]) for folder in counts))
-        while left:
-            for folder in [folder for folder in counts if counts[folder] < len(folders[folder])][:left]:
-                counts[folder] += 1
-                left -= 1
-        return [path for folder, count in counts.items() for path in _spread(folders[folder], count)]
+    def batch(self, indices: list[int]) -> Any:
+        """A batch of images and labels. An unreadable image is returned as the error, which a worker would wrap."""
+        try:
+            return default_collate([self[index] for index in indices])
+        except UnreadableImage as error:
+            return error
 
     def why_no_labels(self, num_classes: int) -> str:
         """Why the class folders cannot be the classes of a network with `num_classes`; '' if they can."""
@@ -112,29 +102,10 @@ class ImageFiles(Dataset):
         return ''
 
 
-class _SamplesOrErrors(Dataset):
-    """Samples of a dataset. An unreadable image is returned as the error, because a data worker would wrap it."""
-
-    def __init__(self, dataset: ImageFiles):
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int] | UnreadableImage:
-        try:
-            return self.dataset[index]
-        except UnreadableImage as error:
-            return error
-
-
-def _collate(samples: list[Any]) -> Any:
-    return next((sample for sample in samples if isinstance(sample, Exception)), None) or default_collate(samples)
-
-
 def image_batches(images: ImageFiles, batch_size: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of images and labels in the order of the files; raises UnreadableImage at the first unreadable one."""
-    for batch in DataLoader(_SamplesOrErrors(images), batch_size, num_workers=workers, collate_fn=_collate):
+    indices: Any = range(len(images))
+    for batch in DataLoader(indices, batch_size, num_workers=workers, collate_fn=images.batch):
         if isinstance(batch, UnreadableImage):
             raise batch
         yield batch
@@ -146,6 +117,12 @@ class Score(NamedTuple):
     loss: float
     top1: float
     top5: float | None
+
+    @classmethod
+    def of(cls, judged: Judged, ranks: Tensor | None = None) -> 'Score':
+        """The means over the images; `ranks` counts the classes that are not below the right one."""
+        top5 = None if ranks is None else float((ranks < 5).float().mean())
+        return cls(float(judged.loss.mean()), float(judged.right.mean()), top5)
 
 
 class Comparison(NamedTuple):
@@ -274,58 +251,51 @@ def compare(
         example = _moved(checked_batch(converted, first)[0], device)
         head = _head(converted, example)
         gain = _scalar_gain(head.pool) if head is not None and head.affine else None
-        agreed, largest, beyond = 0, 0.0, 0.0
         targets: list[Tensor] = []
-        scores: list[list[Tensor]] = [[], []]  # of each network (2, n): loss, and rank of the right class
+        facts: list[Tensor] = []  # (7, b): same prediction, difference, difference beyond the gain, losses and ranks
         with counted_positions(converted) as positions, _means(head) as means:
             for batch in tqdm(chain([first], batches), 'comparing', total, unit='batch'):
                 images, labels = checked_batch(converted, batch)
-                logits = [network(_for(network, _moved(images, device))).float().cpu() for network in networks]
-                if logits[0].shape != logits[1].shape:
-                    raise ValueError(f'the networks have {logits[0].shape[1]} and {logits[1].shape[1]} classes')
-                targets.append(labels)
-                agreed += int((logits[0].argmax(1) == logits[1].argmax(1)).sum())
-                largest = max(largest, float((logits[0] - logits[1]).abs().max()))
-                if head is not None and gain is not None:
-                    scaled = torch.lerp(head.zero.cpu(), logits[0], gain)
-                    beyond = max(beyond, float((scaled - logits[1]).abs().max()))
-                for network, known, one in zip(networks, scores, logits, strict=True):
-                    check_finite(network, one)
-                    if labelled:
-                        known.append(
-                            torch.stack([F.cross_entropy(one, labels, reduction='none'), rank(one, labels).float()])
-                        )
-        count = sum(map(len, targets))
-        native, average_gain, ours, sentence = None, None, None, ''
+                native, ours = (network(_for(network, _moved(images, device))).float().cpu() for network in networks)
+                if native.shape != ours.shape:
+                    raise ValueError(f'the networks have {native.shape[1]} and {ours.shape[1]} classes')
+                check_finite(original, native)
+                check_finite(converted, ours)
+                targets.append(labels if labelled else torch.zeros_like(labels))
+                scaled = native if head is None or gain is None else torch.lerp(head.zero.cpu(), native, gain)
+                same = (native.argmax(1) == ours.argmax(1)).float()
+                differences = [(other - ours).abs().amax(1) for other in (native, scaled)]
+                losses = [F.cross_entropy(logits, targets[-1], reduction='none') for logits in (native, ours)]
+                ranks = [rank(logits, targets[-1]).float() for logits in (native, ours)]
+                facts.append(torch.stack([same, *differences, *losses, *ranks]))
+        same, differences, beyond, *losses_and_ranks = torch.cat(facts, 1)
+        scores: dict[str, Score] = {}
+        sentence = ''
         if labelled:
-            native, ours = (torch.cat(known, 1) for known in scores)
-            judged = {'the original': Judged(native[0], (native[1] < 1).float(), None, 1.0)}
-            if head is not None and count > 1:
-                average_gain = judge_pooled(head, torch.cat(means), torch.cat(targets).to(device))
-                judged['average pooling with a gain'] = average_gain
-            sentence = _verdict(Judged(ours[0], (ours[1] < 1).float(), None, 1.0), judged)
+            losses, ranks = losses_and_ranks[:2], losses_and_ranks[2:]
+            native, ours = (Judged(a, (b < 1).float(), None, 1.0) for a, b in zip(losses, ranks, strict=True))
+            judged = {'the original': native}
+            if head is not None and len(same) > 1:
+                judged['average pooling with a gain'] = judge_pooled(
+                    head, torch.cat(means), torch.cat(targets).to(device)
+                )
+                scores['average_gain'] = Score.of(judged['average pooling with a gain'])
+            scores |= {'original': Score.of(native, ranks[0]), 'converted': Score.of(ours, ranks[1])}
+            sentence = _verdict(ours, judged)
+    plan = positions_sentence(float(torch.cat(positions.used).mean()), positions.total) if positions.used else ''
     return Comparison(
-        count,
-        ' and '.join(f'{view.shape[-2]} × {view.shape[-1]}' for view in tree_leaves(example)),
-        _score(native),
-        None
-        if average_gain is None
-        else Score(float(average_gain.loss.mean()), float(average_gain.right.mean()), None),
-        _score(ours),
-        sentence,
-        agreed / count,
-        largest,
-        gain,
-        beyond if gain else None,
-        positions_sentence(float(torch.cat(positions.used).mean()), positions.total) if positions.used else '',
+        num_images=len(same),
+        image_size=' and '.join(f'{size.shape[-2]} × {size.shape[-1]}' for size in tree_leaves(example)),
+        original=scores.get('original'),
+        average_gain=scores.get('average_gain'),
+        converted=scores.get('converted'),
+        sentence=sentence,
+        agreement=float(same.mean()),
+        largest_difference=float(differences.max()),
+        gain=gain,
+        beyond_gain=float(beyond.max()) if gain else None,
+        positions=plan,
     )
-
-
-def _score(scores: Tensor | None) -> Score | None:
-    """The means of losses and ranks (2, n)."""
-    if scores is None:
-        return None
-    return Score(float(scores[0].mean()), float((scores[1] < 1).float().mean()), float((scores[1] < 5).float().mean()))
 
 
 def _verdict(ours: Judged, peers: dict[str, Judged]) -> str:
@@ -387,12 +357,7 @@ def positions_used(pool: MapPool | ROTSetPool, maps: Tensor) -> Tensor:
         pool: a pool of maps or of tokens.
         maps: its input.
     """
-    if isinstance(pool, MapPool):
-        sets, log_plan = pool.sets(maps), pool.sets(pool.log_plan(maps))
-    else:
-        sets = maps.transpose(1, 2)
-        log_plan = pool.solve_sets(sets)
-    weights = log_plan.softmax(2)
+    sets, weights = sets_of(pool, maps), sets_of(pool, pool.log_plan(maps)).softmax(2)
     pooled = (sets.to(weights.dtype) * weights).sum(2).abs() + torch.finfo(weights.dtype).tiny
     share = pooled / pooled.sum(1, keepdim=True)
     return (share * torch.special.entr(weights).sum(2).exp()).sum(1)
@@ -414,8 +379,7 @@ def counted_positions(model: nn.Module) -> Iterator[UsedPositions]:
     def count(pool: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         assert isinstance(pool, (MapPool, ROTSetPool))
         positions.used.append(positions_used(pool, inputs[0]))
-        channels_first = isinstance(pool, MapPool) and pool.input_fmt == 'NCHW'
-        positions.total = inputs[0][0].numel() // inputs[0].shape[1 if channels_first else -1]
+        positions.total = sets_of(pool, inputs[0]).shape[2]
 
     pools = [pool for pool in rot_pools(model).values() if isinstance(pool, (MapPool, ROTSetPool))]
     with ExitStack() as stack:

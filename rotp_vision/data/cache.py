@@ -106,7 +106,8 @@ class CachedMaps:
                 half = values.half()
                 if not bool(half.isfinite().all()):
                     raise ValueError(
-                        f'a feature of size {values.abs().max():.3g} does not fit float16: set cache_features false'
+                        f'a feature of size {values.abs().max():.3g} does not fit float16, the format of cached maps: '
+                        'check the weights of the network, or set cache_features false in training'
                     )
                 end = done + len(half)
                 maps[done:end], labels[done:end] = half.cpu().numpy(), batch.labels.cpu().numpy()

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow.parquet
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from rotp_vision.data.cache import CachedMaps, fingerprint
@@ -110,35 +111,33 @@ def cached_maps(
         images: n of them.
         transform: of an image to a tensor.
         image_shape: of that tensor.
-        directory: of the files, which get a directory for each network, transform and set of images.
+        directory: where the maps are kept, in a folder for each network, transform and set of images.
         batch_size: images in a forward pass.
         workers: processes that read images.
         progress: whether to show a progress bar.
     """
-    device = next(model.parameters()).device
-    dataset = _Prepared(images.source, transform, torch.zeros(image_shape))
-    seen: list[Tensor] = []
+    device, count, seen = next(model.parameters()).device, len(images.targets), []
 
     def compute(batch: Tensor) -> Tensor:
         model(batch.to(device))
-        return _as_kept(pool, seen.pop())
+        x = seen.pop()
+        return x.permute(0, 3, 1, 2) if isinstance(pool, GlobalROTPool2d) and pool.input_fmt == 'NHWC' else x
 
     with pool.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-        example = compute(dataset.filler[None])
-        place = directory / fingerprint(model, type(model).__name__, str(transform), images.identity)
-        maps = CachedMaps(place, _NAME, len(dataset), example.shape[1:])
+        example = compute(torch.zeros(1, *image_shape))
+        folder = directory / fingerprint(model, type(model).__name__, str(transform), images.identity)
+        maps = CachedMaps(folder, _NAME, count, example.shape[1:])
         missing = [shard for shard in range(maps.num_shards) if maps.state(shard) != 'ready']
         left = sum(len(maps.indices(shard)) for shard in missing)
-        check_disk(place, 2 * example.numel() * left, 'the maps need', 'choose another cache directory')
-        rows = [batch for shard in missing for batch in maps.batches(shard, batch_size)]
-        loader = DataLoader(dataset, batch_sampler=rows, collate_fn=_collate, **loading(workers))
-        bar = tqdm(
-            None, 'computing maps', len(dataset), unit='image', initial=len(dataset) - left, disable=not progress
-        )
-        with bar:
+        check_disk(folder, 2 * example.numel() * left, 'the maps need', 'choose another cache directory')
+        rows: Any = [batch for shard in missing for batch in maps.batches(shard, batch_size)]
+        indices: Any = range(count)
+        prepare = partial(_batch, images.source, transform, image_shape)
+        loader = DataLoader(indices, batch_sampler=rows, collate_fn=prepare, **loading(workers))
+        with tqdm(None, 'computing maps', count, unit='image', initial=count - left, disable=not progress) as bar:
             for batch in maps.write(missing, batch_size, iterate(loader), compute):
                 bar.update(len(batch.labels))
-    values, readable = maps.read(range(len(dataset)))
+    values, readable = maps.read(range(count))
     _refuse_unreadable(images.source, (readable < 0).nonzero()[0].tolist())
     return torch.from_numpy(values)
 
@@ -154,33 +153,17 @@ def remove_maps(directory: Path) -> None:
             folder.rmdir()
 
 
-class _Prepared(Dataset):
-    """Prepared images and whether they could be read: 0, or -1 for a filler in place of one that could not."""
-
-    def __init__(self, source: FolderSource | HubSource, transform: Callable[[Any], Tensor], filler: Tensor):
-        self.source, self.transform, self.filler = source, transform, filler
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+def _batch(
+    source: FolderSource | HubSource, transform: Callable[[Any], Tensor], shape: tuple[int, ...], indices: list[int]
+) -> Batch:
+    """Prepared images with label 0; zeros with label -1 take the place of an image that cannot be read."""
+    images, labels = torch.zeros(len(indices), *shape), torch.zeros(len(indices), dtype=torch.int64)
+    for row, index in enumerate(indices):
         try:
-            return self.transform(self.source.read(index)[0]), 0
+            images[row] = transform(source.read(index)[0])
         except UnreadableImage:
-            return self.filler, -1
-
-
-def _collate(samples: list[tuple[Tensor, int]]) -> Batch:
-    images, readable = default_collate(samples)
-    return Batch(images, readable, [])
-
-
-def _as_kept(pool: GlobalPool, x: Tensor) -> Tensor:
-    """The input of the pool as maps (B, C, H, W) or tokens (B, N, C)."""
-    largest = float(x.abs().max())
-    if not largest <= torch.finfo(torch.float16).max:
-        raise ValueError(f'maps of the network must fit float16, but a feature is {largest:.3g}: check its weights')
-    return x.permute(0, 3, 1, 2) if isinstance(pool, GlobalROTPool2d) and pool.input_fmt == 'NHWC' else x
+            labels[row] = -1
+    return Batch(images, labels, [])
 
 
 def _refuse_unreadable(source: FolderSource | HubSource, indices: list[int]) -> None:

@@ -38,9 +38,9 @@ def find_any_global_pool(model: nn.Module) -> tuple[str, MapPool | ROTSetPool]:
     return pools[0]
 
 
-def sets_of(pool: GlobalPool, x: Tensor) -> Tensor:
-    """The input of the pool as sets (B, D, N)."""
-    return pool.sets(x) if isinstance(pool, GlobalROTPool2d) else x.transpose(1, 2)
+def sets_of(pool: MapPool | ROTSetPool, x: Tensor) -> Tensor:
+    """The input of the pool, or its plan, as sets (B, D, N)."""
+    return x.transpose(1, 2) if isinstance(pool, ROTSetPool) else pool.sets(x)
 
 
 @contextmanager

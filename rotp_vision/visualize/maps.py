@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.surgery.fold import TRANSPARENT, is_linear, run_layers
-from rotp_vision.surgery.head import find_any_global_pool
+from rotp_vision.surgery.head import find_any_global_pool, sets_of
 from rotp_vision.surgery.multi_scale import MultiScale
 
 
@@ -50,12 +50,11 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
         raise ValueError(f'the ROT pool {path} does not run in a forward pass of the model')
     maps, pooled = ran[index].input, ran[index].output.flatten(1)
     with torch.no_grad():
+        sets, log_plan = sets_of(pool, maps), sets_of(pool, pool.log_plan(maps))
         if isinstance(pool, MapPool):
-            sets, log_plan = pool.sets(maps), pool.sets(pool.log_plan(maps))
             grid = tuple(maps.shape[1:3] if pool.input_fmt == 'NHWC' else maps.shape[2:])
         else:
-            sets = maps.transpose(1, 2)
-            log_plan, grid = pool.solve_sets(sets), _grid(sets.shape[2], *images.shape[2:])
+            grid = _grid(sets.shape[2], *images.shape[2:])
         sets = sets.to(log_plan.dtype)
         rows = log_plan.softmax(2)
         contributions = sets * rows
