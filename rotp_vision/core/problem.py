@@ -264,7 +264,9 @@ def _check(
             f'mask must be a bool tensor of shape ({batch}, {num_samples}), True where a sample exists, '
             f'got {mask.dtype} of shape {tuple(mask.shape)}'
         )
-    # Reading values waits for the device, and a traced graph cannot branch on them: only eager CPU tensors are read.
-    if mask.device.type == 'cpu' and not torch.compiler.is_compiling() and not bool(mask.any(1).all()):
+    # Reading values waits for the device, and graphs and vmap cannot branch on them: only eager CPU tensors are read.
+    if mask.device.type != 'cpu' or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    if not bool(mask.any(1).all()):
         empty = (~mask.any(1)).nonzero().flatten().tolist()
         raise ValueError(f'mask must leave at least one sample in every set, got none in set(s) {empty}')

@@ -34,6 +34,13 @@ def test_padded_equals_packed_equals_one_by_one(options):
     assert all(torch.isfinite(p.grad).all() for p in pool.parameters())
 
 
+def test_vmap_over_masked_sets():
+    pool, x, mask = ROTSetPool(PoolOptions(prior='norm')), torch.rand(2, 3, 4, 5), torch.rand(2, 3, 4) > 0.5
+    mask[..., 0] = True
+    expected = torch.stack([pool(*one) for one in zip(x, mask, strict=True)])
+    torch.testing.assert_close(torch.vmap(pool)(x, mask), expected)
+
+
 def test_bad_input():
     pool = ROTSetPool()
     with pytest.raises(ValueError, match=r'x must be sets of shape \(B, N, D\), or .*, got \(3, 4\)'):
