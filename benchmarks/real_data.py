@@ -155,7 +155,8 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
         data: the data directory.
         limit: use only so many images.
         task: 'plain'; a side in pixels, '384', with a resize in proportion; '384 whole' for the whole shorter side at
-            that size; one of `SMALL` for `SmallObjects`; or the name of an image file with a column 'label'.
+            that size; one of `SMALL` for `SmallObjects`; or the name of an image file with a column 'label', also with
+            a side, 'cub25 320'.
     """
     if task in SMALL:
         part, background = task.split('-')
@@ -164,8 +165,8 @@ def task_images(network: Network, data: Path, limit: int | None, task: str):
         return images_of(network, data, limit)
     number, _, whole = task.partition(' ')
     if not number.isdigit():
-        return images_of(network._replace(images=task, label='label'), data, limit)
-    side = int(number)
+        network, number, whole = network._replace(images=number, label='label'), whole, ''
+    side = int(number or network.size)
     resize = side if whole else round(side * network.resize / network.size)
     return images_of(network._replace(resize=resize, size=side), data, limit)
 
