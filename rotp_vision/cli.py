@@ -27,9 +27,10 @@ from rotp_vision.hub import (
     shortened,
     write_state_dict,
 )
-from rotp_vision.layers import pool_options
+from rotp_vision.layers import any_pool_options
 from rotp_vision.probing import probe
-from rotp_vision.surgery import MultiScale, convert, describe, find_pools, revert, rot_pools
+from rotp_vision.surgery import MultiScale, convert, describe, find_pools, revert
+from rotp_vision.surgery.pools import described_pools
 from rotp_vision.tables import text_table
 from rotp_vision.training.script import train
 
@@ -65,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command('convert', _convert, 'replace the pooling of a network and save the result')
     _add_source(add)
     add('--random-weights', action='store_true', help='convert a network with random weights')
-    add('--pool', metavar='NAME', help="a solver's name, or 'paper' for the published layer; see `PoolOptions`")
+    add('--pool', metavar='NAME', help="'embedding', 'gem', 'max', …, a solver's name, or 'paper'; see `convert`")
     text = 'another option: --set feature_scale=log --set step=5'
     add('--set', action='append', default=[], metavar='NAME=VALUE', help=text)
     add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
@@ -193,7 +194,7 @@ def _check_output(args: argparse.Namespace):
 def _convert(args: argparse.Namespace):
     _check_output(args)
     given = _assignments(args.set, '--set')
-    options = pool_options(args.pool, **given)
+    options = any_pool_options(args.pool, **given)
     if args.image_size is not None and not args.calibrate:
         raise ValueError('--image-size goes with --calibrate')
     model = _load(args)
@@ -285,7 +286,7 @@ def _assignments(texts: Sequence[str], argument: str) -> dict[str, Any]:
 
 def _inspect(args: argparse.Namespace):
     model = _load(args)
-    pools = rot_pools(model)
+    pools = described_pools(model)
     if pools:
         print(describe(model))
         for path, pool in pools.items():

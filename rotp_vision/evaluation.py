@@ -23,7 +23,7 @@ from rotp_vision.calibration.report import verdict
 from rotp_vision.calibration.scores import Judged, exceeds, judge_pooled, paired_difference, rank
 from rotp_vision.data.folders import read_folder
 from rotp_vision.images import UnreadableImage, open_image
-from rotp_vision.layers import LocalROTPool2d, ROTPool, ROTSetPool
+from rotp_vision.layers import LocalROTPool2d, ROTPool, ROTSetPool, SimplePool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import MultiScale, revert, rot_pools
@@ -206,7 +206,7 @@ def native_copy(model: nn.Module) -> nn.Module:
     native = copy.deepcopy(model)
     inner = native.model if isinstance(native, MultiScale) else native
     if isinstance(inner, ROTPResNet):
-        if isinstance(inner.global_pool, ROTPool):
+        if isinstance(inner.global_pool, ROTPool | SimplePool):
             inner.global_pool = SelectAdaptivePool2d(pool_type='avg', flatten=True)
         if isinstance(inner.maxpool, LocalROTPool2d):
             inner.maxpool = nn.MaxPool2d(3, 2, 1)

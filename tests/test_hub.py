@@ -255,7 +255,7 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
 
 
 def test_errors_of_saving(tmp_path):
-    with pytest.raises(ValueError, match='no ROT pool to save'):
+    with pytest.raises(ValueError, match='no pool of rotp_vision to save'):
         save_pretrained(timm.create_model('test_resnet'), tmp_path / 'out')
     with pytest.raises(ValueError, match='base must name the native network'):
         save_pretrained(convert(torchvision.models.resnet18()), tmp_path / 'out')

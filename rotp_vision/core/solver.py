@@ -22,6 +22,7 @@ Weights = Mapping[str, Tensor]  # positive, by name: (1,), or a number for each 
 PAPER_START = 0.6931471805599453
 # α3 over the temperature next to the mean: the plan's samples stay near their prior, whatever the temperature.
 PENALTY = 3.0
+_RESERVED = ('paper', 'embedding', 'avg', 'max', 'avgmax', 'gem')  # names of other poolings, in the layers
 # The temperature at which pooling is close to the maximum, for values whose spread is about one.
 MAX_START = 0.003
 
@@ -256,7 +257,7 @@ def register_solver(
         >>> pool(torch.rand(2, 8, 7, 7)).shape, sorted(pool.named_weights())
         (torch.Size([2, 8]), ['gain', 'temperature'])
     """
-    if not isinstance(name, str) or not name or name == 'paper' or (name in SOLVERS and name not in _REGISTERED):
+    if not isinstance(name, str) or not name or name in _RESERVED or (name in SOLVERS and name not in _REGISTERED):
         raise ValueError(f'name must be a string not used by a built-in solver, got {name!r}')
     if not callable(function):
         raise ValueError(f'function must take a problem and weights and return a log plan, got {function!r}')

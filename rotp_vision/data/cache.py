@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rotp_vision.data.loading import Batch
 from rotp_vision.files import open_by_umask, replacing
-from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.pools import described_pools
 
 VERSION = '1'  # of the layout of a shard
 MAX_IMAGES, MAX_BYTES = 256, 2**26  # of one shard
@@ -164,10 +164,10 @@ class CachedMaps:
 
 
 def fingerprint(model: nn.Module, *facts: object) -> str:
-    """Returns a digest of the frozen weights of a model, except those of ROT pools, and of plain values."""
+    """Returns a digest of the frozen weights of a model, except those of pools, and of plain values."""
     digest = hashlib.sha256()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    pools = tuple(f'{path}.' for path in rot_pools(model))  # maps do not depend on the pools
+    pools = tuple(f'{path}.' for path in described_pools(model))  # maps do not depend on the pools
     for name, tensor in sorted(model.state_dict().items()):
         if name not in trained and not name.startswith(pools):
             digest.update(name.encode())

@@ -13,7 +13,8 @@ from torch import nn
 
 from rotp_vision.hub.load import HUB, native_of
 from rotp_vision.hub.networks import is_own
-from rotp_vision.surgery import rot_pools
+from rotp_vision.layers import ROTPool
+from rotp_vision.surgery.pools import described_pools
 
 TASK = 'image-classification'
 TEMPLATE = """---
@@ -35,7 +36,7 @@ pip install rotp_vision
 
 ## Pooling
 {% for pool in pools %}
-`{{ pool.path }}` is `{{ pool.kind }}`, {{ pool.solver }}; options: {{ pool.options }}.
+`{{ pool.path }}` is `{{ pool.kind }}`{{ pool.solver }}; options: {{ pool.options }}.
 
 | weight | value |
 | --- | --- |
@@ -84,7 +85,7 @@ def model_card(
         network=_text(network),
         base=_code(base),
         code=_how_to_load(base, place),
-        pools=[_pooling(path, pool) for path, pool in rot_pools(model).items()],
+        pools=[_pooling(path, pool) for path, pool in described_pools(model).items()],
         metrics=[(_text(name), _text(value)) for name, value in (metrics or {}).items()],
         terms=_terms(license, cfg, base),
     )
@@ -113,7 +114,7 @@ def _pooling(path: str, pool: Any) -> dict[str, Any]:
     return {
         'path': _code(path),
         'kind': type(pool).__name__,
-        'solver': _text(pool.options.solver),
+        'solver': f', {_text(pool.options.solver)}' if isinstance(pool, ROTPool) else '',
         'options': options or 'the recommended',
         'weights': [(name, shortened(value)) for name, value in pool.named_weights().items()],
     }

@@ -17,9 +17,10 @@ from torch import nn
 
 from rotp_vision.hub.networks import OF_LOADING, build, is_own, refuse_foreign, refuse_huge
 from rotp_vision.hub.weights import WEIGHTS, fit_weights, refuse_pickle, with_versions
-from rotp_vision.layers import LocalROTPool2d, pool_options
+from rotp_vision.layers import LocalROTPool2d, any_pool_options
 from rotp_vision.surgery import MultiScale, convert, multi_scale, revert, rot_pools
 from rotp_vision.surgery.classes import CONVERTED, FORMAT, name_for_timm
+from rotp_vision.surgery.pools import described_pools
 
 CONFIG, HUB = 'config.json', 'hf-hub:'
 
@@ -112,10 +113,10 @@ def build_own(directory: Path, base: Callable[..., nn.Module], **kwargs: Any) ->
 
 def _put_pools(model: nn.Module, pools: Mapping[str, Mapping[str, Any]], folded: Sequence[str]):
     """Convert the pools of a network that are not ROT pools yet, and mark those whose gain was folded."""
-    there = rot_pools(model)
+    there = described_pools(model)
     for path, options in pools.items():
         try:
-            checked = pool_options(options)
+            checked = any_pool_options(options)
         except ValueError as error:
             raise ValueError(f'the options of {path} in {CONFIG} do not apply: {error}') from error
         if path not in there:
@@ -208,7 +209,7 @@ def rotp_converted(
             load_weights(model, cfg.to_dict(), num_classes, in_chans, filter_fn=with_versions)
     # So that saving it again names the native network.
     model.pretrained_cfg = model.default_cfg = cfg.to_dict() | {'architecture': base}
-    if rot_pools(model) and not isinstance(model, MultiScale):
+    if described_pools(model) and not isinstance(model, MultiScale):
         name_for_timm(model)
     return model
 

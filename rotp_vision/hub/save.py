@@ -21,10 +21,10 @@ from rotp_vision.hub.load import CONFIG, HUB, build_own
 from rotp_vision.hub.networks import TORCHVISION, num_classes_of
 from rotp_vision.hub.weights import WEIGHTS, save_weights
 from rotp_vision.models import ROTPResNet
-from rotp_vision.surgery import MultiScale, rot_pools
+from rotp_vision.surgery import MultiScale
 from rotp_vision.surgery.classes import CONVERTED, changes_of, recipe, recorded_arguments
 from rotp_vision.surgery.find import image_channels
-from rotp_vision.surgery.pools import new_pools
+from rotp_vision.surgery.pools import described_pools, new_pools
 
 Base = str | Callable[..., nn.Module]
 CARD = 'README.md'
@@ -139,7 +139,7 @@ def push_to_hub(
 
 def _refuse_undescribed(model: nn.Module, inner: nn.Module):
     """Raise if config.json cannot describe the model."""
-    pools = rot_pools(inner)
+    pools = described_pools(inner)
     undescribed = [path for path in new_pools(inner) if path not in pools]
     if undescribed:
         raise ValueError(
@@ -148,7 +148,7 @@ def _refuse_undescribed(model: nn.Module, inner: nn.Module):
             'and safetensors.torch.load_model(model, file)'
         )
     if not pools:
-        raise ValueError('the model has no ROT pool to save; convert it first, or save it as timm does')
+        raise ValueError('the model has no pool of rotp_vision to save; convert it first, or save it as timm does')
     if isinstance(getattr(model, 'timm_model', None), nn.Module):
         raise ValueError(
             'the model is a wrapper of transformers, which cannot describe the pooling; save the network in it: '
@@ -269,8 +269,8 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def _layers(model: nn.Module) -> dict[str, str]:
-    """The representation of every module except ROT pools and gains, whose representation shows learned values."""
-    pools = tuple(rot_pools(model)) + (('gain',) if isinstance(model, MultiScale) else ())
+    """The representation of every module except new pools and gains, whose representation shows learned values."""
+    pools = tuple(described_pools(model)) + (('gain',) if isinstance(model, MultiScale) else ())
     shown: dict[str, str] = {}
     for path, module in model.named_modules():
         if path in pools or path.startswith(tuple(f'{pool}.' for pool in pools)):

@@ -39,8 +39,8 @@ _RENAMED = {
 class PoolOptions:
     """Options of a ROT pooling layer. The defaults are the recommended pooling of layers, models and `convert`.
 
-    `PoolOptions.paper()` is the published layer. Weights are given by their positive starting values; None takes the
-    value from `start`. docs/options.md shows the objective.
+    `PoolOptions.paper()` is the published layer, `PoolOptions.embedding()` the one for feature vectors. Weights are
+    given by their positive starting values; None takes the value from `start`. docs/options.md shows the objective.
 
     Attributes:
         solver: 'sinkhorn'; 'badmm-e' or 'badmm-q', Bregman ADMM with entropic or quadratic smoothness as published;
@@ -139,6 +139,13 @@ class PoolOptions:
         published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
         return cls(**(published | changes))
 
+    @classmethod
+    def embedding(cls, **changes: Any) -> 'PoolOptions':
+        """The pooling for feature vectors, with fixed weights and no gain, with some options changed."""
+        chosen: dict[str, Any] = {'smoothness': 4.0, 'sample_penalty': 12.0, 'prior': 'norm', 'norm_power': 2.0}
+        chosen |= {'learn': 'fixed', 'gain': 'off'}
+        return cls(**(chosen | changes))
+
     def _set(self, name: str, value: Any):
         """Set a field of this frozen object to a normalized value."""
         object.__setattr__(self, name, value)
@@ -168,11 +175,14 @@ class PoolOptions:
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
+_PRESETS = {'paper': PoolOptions.paper, 'embedding': PoolOptions.embedding}
+
+
 def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, **changes: Any) -> PoolOptions:
     """`PoolOptions` from options, a mapping (JSON, YAML), a name, or None for the defaults, updated with `changes`.
 
-    A name is that of a solver, or 'paper' for the published layer. In a mapping, `preset: paper` starts from the
-    published layer.
+    A name is that of a solver, 'paper' for the published layer, or 'embedding' for feature vectors. In a mapping,
+    `preset: paper` and `preset: embedding` start from these.
 
     >>> pool_options('sinkhorn', feature_scale='log').feature_scale
     'log'
@@ -185,18 +195,20 @@ def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, *
     if options is None or isinstance(options, Mapping):
         given: dict[str, Any] = dict(options or {})
     elif isinstance(options, str):
-        given = {'preset' if options == 'paper' else 'solver': options}
+        given = {'preset' if options in _PRESETS else 'solver': options}
     else:
         raise ValueError(
             'pooling options must be PoolOptions, a mapping of its fields, a solver '
-            f"({', '.join(SOLVERS)}) or 'paper', got {type(options).__name__}"
+            f"({', '.join(SOLVERS)}), 'paper' or 'embedding', got {type(options).__name__}"
         )
     given |= changes
     preset = given.pop('preset', None)
-    if preset not in (None, 'paper'):
-        raise ValueError(f"preset must be 'paper', or left out for the recommended pooling, got {preset!r}")
+    if preset is not None and preset not in tuple(_PRESETS):
+        raise ValueError(
+            f"preset must be 'paper' or 'embedding', or left out for the recommended pooling, got {preset!r}"
+        )
     _refuse_unknown(given)
-    return PoolOptions(**given) if preset is None else PoolOptions.paper(**given)
+    return (PoolOptions if preset is None else _PRESETS[preset])(**given)
 
 
 def is_integer(value: Any) -> bool:

@@ -9,18 +9,28 @@ from timm.models._registry import get_arch_pretrained_cfgs
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, pool_options
+from rotp_vision.layers import (
+    AnyPoolOptions,
+    GlobalROTPool2d,
+    LocalROTPool2d,
+    PoolOptions,
+    ROTPool,
+    SimplePool,
+    SimplePoolOptions,
+    any_pool_options,
+)
 
 __all__ = ['ROTPResNet']
 
-Options = PoolOptions | Mapping[str, Any] | str | None
+Options = AnyPoolOptions | Mapping[str, Any] | str | None
 
 
 class ROTPResNet(ResNet):
     """timm's ResNet with ROT pooling before the classifier, and optionally in the stem.
 
     Args:
-        rotp: options of the global pooling: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper'.
+        rotp: options of the global pooling: `PoolOptions`, a mapping of its fields, a solver's name, 'paper',
+            'embedding', or another pooling by its name, such as 'gem' (`SimplePoolOptions`).
         rotp_stem: options of the stem's pooling; None keeps its max pooling.
         global_pool: 'rotp', or one of timm's own, with which the network is a plain ResNet.
         args, kwargs: as timm's ResNet takes them.
@@ -36,10 +46,17 @@ class ROTPResNet(ResNet):
     __jit_unused_properties__ = ['_model_args']  # noqa: RUF012 - it wants lists
     __jit_ignored_attributes__ = ['_model_args']  # noqa: RUF012
 
-    def __init__(self, *args, rotp: Options = None, rotp_stem: Options = None, global_pool: str = 'rotp', **kwargs):
-        options = pool_options(rotp)
+    def __init__(
+        self,
+        *args,
+        rotp: Options = None,
+        rotp_stem: PoolOptions | Mapping[str, Any] | str | None = None,
+        global_pool: str = 'rotp',
+        **kwargs,
+    ):
+        options: AnyPoolOptions = any_pool_options(rotp)
         super().__init__(*args, global_pool='avg' if global_pool == 'rotp' else global_pool, **kwargs)
-        self.rotp = options
+        self.rotp: AnyPoolOptions = options
         if global_pool == 'rotp':
             self._install_pool()
         if rotp_stem is not None:
@@ -57,7 +74,10 @@ class ROTPResNet(ResNet):
             self.maxpool = self._like_the_rest(stem)
 
     def _install_pool(self):
-        self.global_pool = self._like_the_rest(GlobalROTPool2d(self.rotp, int(self.num_features)))
+        options = self.rotp
+        simple = isinstance(options, SimplePoolOptions)
+        pool = options.make() if simple else GlobalROTPool2d(options, int(self.num_features))
+        self.global_pool = self._like_the_rest(pool)
 
     def _like_the_rest(self, pool: nn.Module) -> nn.Module:
         like = next(self.parameters())
@@ -73,7 +93,7 @@ class ROTPResNet(ResNet):
         """
         pool: Any = self.global_pool
         super().reset_classifier(num_classes, 'avg' if global_pool in (None, 'rotp') else global_pool)
-        if isinstance(pool, GlobalROTPool2d) and global_pool in (None, 'rotp'):
+        if isinstance(pool, GlobalROTPool2d | SimplePool) and global_pool in (None, 'rotp'):
             self.global_pool = pool
         elif global_pool == 'rotp' or (global_pool is None and pool.is_identity()):
             self._install_pool()
@@ -90,7 +110,7 @@ class ROTPResNet(ResNet):
     def pool_arguments(self) -> dict[str, Any]:
         """All options of the pools as arguments; a variant would replace missing ones by its own defaults."""
         pools = {'rotp': self.global_pool, 'rotp_stem': self.maxpool}
-        return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool)}
+        return {name: asdict(pool.options) for name, pool in pools.items() if isinstance(pool, ROTPool | SimplePool)}
 
 
 _LAYERS = {
@@ -133,7 +153,7 @@ def _adapt(options: PoolOptions, given: Options) -> Options:
     """The given options of a variant; a mapping and 'paper' keep the solver that the variant is named after."""
     if given == 'paper':
         given = {'preset': 'paper'}
-    if not isinstance(given, Mapping):
+    if not isinstance(given, Mapping) or 'pool' in given or given.get('preset') == 'embedding':
         return given
     kept = {'solver': options.solver} if options.solver != PoolOptions.solver else {}
     return kept | ({} if 'preset' in given else {'start': options.start}) | dict(given)

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import DenseNet, MNASNet, MobileNetV2, ShuffleNetV2
 
-from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.pools import (
     NEW_POOL,
     FoundPool,
     Host,
     NewPool,
     Replaced,
+    UserPool,
     converted_pools,
+    described_pools,
     is_local,
     new_pools,
     replaced_by,
@@ -316,9 +317,8 @@ def recipe(model: nn.Module, base: str, base_args: Mapping[str, Any]) -> dict[st
         base: the native network's name.
         base_args: arguments of the native network.
     """
-    pools = rot_pools(model)
-    folded = [path for path, pool in pools.items() if pool.gain_folded]
-    options = {path: pool.options.to_dict() for path, pool in pools.items()}
+    folded = [path for path, pool in rot_pools(model).items() if pool.gain_folded]
+    options = {path: pool.options.to_dict() for path, pool in described_pools(model).items()}
     made = {'format': FORMAT, 'base': base, 'base_args': dict(base_args), 'pools': options}
     return made | ({'folded': folded} if folded else {})
 
@@ -346,7 +346,7 @@ def name_for_timm(model: nn.Module):
     Pools of the user's own cannot be described there.
     """
     architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
-    described = all(isinstance(pool, ROTPool) for pool in new_pools(model).values())
+    described = not any(isinstance(pool, UserPool) for pool in new_pools(model).values())
     if described and architecture not in (None, CONVERTED):
         change(model, architecture=architecture)  # first, so that a half-finished change can be undone
         _set_architecture(model, CONVERTED)

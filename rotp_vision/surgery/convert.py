@@ -12,7 +12,17 @@ from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from rotp_vision.layers import GlobalROTPool2d, LocalROTPool2d, PoolOptions, ROTPool, ROTSetPool, pool_options
+from rotp_vision.layers import (
+    AnyPoolOptions,
+    GlobalROTPool2d,
+    LocalROTPool2d,
+    PoolOptions,
+    ROTPool,
+    ROTSetPool,
+    SimplePool,
+    SimplePoolOptions,
+    any_pool_options,
+)
 from rotp_vision.surgery.classes import changes_of, name_for_timm, place, refuse_sharded, take_all
 from rotp_vision.surgery.find import example_inputs, find_pools
 from rotp_vision.surgery.pools import FoundPool, NewPool, Replaced, UserPool, converted_pools, new_pools, replaced_by
@@ -22,12 +32,12 @@ from rotp_vision.tables import text_table
 _logger = logging.getLogger('rotp_vision')
 
 Where = Literal['global', 'local', 'all']
-Make = PoolOptions | nn.Module | Callable[[int], nn.Module]
+Make = AnyPoolOptions | nn.Module | Callable[[int], nn.Module]
 
 
 def convert(
     model: nn.Module,
-    pool: PoolOptions | Mapping[str, Any] | str | nn.Module | Callable[[int], nn.Module] | None = None,
+    pool: AnyPoolOptions | Mapping[str, Any] | str | nn.Module | Callable[[int], nn.Module] | None = None,
     where: Where | Sequence[str] = 'global',
     example_input: Tensor | tuple | None = None,
 ) -> nn.Module:
@@ -35,11 +45,13 @@ def convert(
 
     Args:
         model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
-        pool: `PoolOptions`, a mapping of its fields, a solver's name, or 'paper' for the published layer; None for the
-            recommended pooling, `PoolOptions()`. With start 'mean' each pool starts close to what it replaces: average
-            pools close to the mean, max pools close to the maximum. Padding is masked; an average pool that counts it
-            as zeros (`count_include_pad`) still does. A global pool may also be a module of your own, which takes maps
-            (B, C, H, W), or tokens (B, N, C), and returns (B, C), or a function that makes one for C channels.
+        pool: `PoolOptions`, a mapping of its fields, a solver's name, 'paper' for the published layer, or 'embedding'
+            for feature vectors; None for the recommended pooling, `PoolOptions()`. In place of a global pool also a
+            pooling without a plan, by its name ('avg', 'max', 'avgmax', 'gem') or `SimplePoolOptions`; or a module of
+            your own, which takes maps (B, C, H, W), or tokens (B, N, C), and returns (B, C); or a function that makes
+            one for C channels. With start 'mean' each ROT pool starts close to what it replaces: average pools close
+            to the mean, max pools close to the maximum. Padding is masked; an average pool that counts it as zeros
+            (`count_include_pad`) still does.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
         example_input: an input of the model, see `find_pools`.
@@ -53,8 +65,10 @@ def convert(
         >>> list(rotp_vision.rot_pools(model))
         ['global_pool']
 
-        A pool of your own, here GeM with a fixed power:
+        Another pooling, and a pool of your own:
 
+        >>> gem = {'pool': 'gem', 'power': 4.0, 'norm_power': 2.0}
+        >>> model = rotp_vision.convert(timm.create_model('test_resnet'), gem)
         >>> class GeM(torch.nn.Module):
         ...     def forward(self, x):
         ...         return x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3)
@@ -101,13 +115,38 @@ def replace_pools(
 
 
 def _maker(pool: Any) -> Make:
-    """Checked options of ROT pools, or a module, or a function of the number of channels."""
+    """Checked options, or a module, or a function of the number of channels."""
     if isinstance(pool, type):
         raise ValueError(
             f'pool must be a module, or a function that makes one for C channels, got the class {pool.__name__}; write '
             f'{pool.__name__}(…), or lambda channels: {pool.__name__}(…)'
         )
-    return cast(Make, pool) if callable(pool) else pool_options(pool)
+    return cast(Make, pool) if callable(pool) else any_pool_options(pool)
+
+
+def replace_pool(model: nn.Module, path: str, options: AnyPoolOptions) -> ROTPool | SimplePool:
+    """Put a pooling with other options where `convert`, or a `ROTPResNet`, has put one; returns the new pool.
+
+    Calibration and probing install a chosen pooling by it, whichever kind it is. The new pool starts with the weights
+    that its options give. Hooks, what `revert` restores, and what timm saves stay as they are.
+    """
+    old = new_pools(model)[path]
+    replaced = replaced_by(old)
+    if replaced is not None:
+        take_all(model, {path: old})
+        new = _new_pool(model, replaced.pool, options)
+        place(model, replaced.pool, new)
+        name_for_timm(model)
+    elif isinstance(old, GlobalROTPool2d | SimplePool):  # of a ROTPResNet
+        shape = {'flatten': old.flatten, 'input_fmt': old.input_fmt}
+        rot = isinstance(options, PoolOptions)
+        new = GlobalROTPool2d(options, int(cast(Any, model).num_features), **shape) if rot else options.make(**shape)
+        like = next(model.parameters())
+        parent, _, name = path.rpartition('.')
+        setattr(model.get_submodule(parent), name, new.to(like.device, like.dtype).train(old.training))
+    else:
+        raise ValueError(f'{path} is {type(old).__name__}, which this network was not converted to')
+    return cast('ROTPool | SimplePool', new)
 
 
 def revert(model: nn.Module) -> nn.Module:
@@ -158,6 +197,9 @@ def describe(model: nn.Module) -> str:
         shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
         if isinstance(pool, UserPool):
             new = type(pool.pool).__name__
+        elif isinstance(pool, SimplePool):
+            given = ', '.join(f'{name}={value}' for name, value in pool.options.to_dict().items())
+            new = f'{type(pool).__name__}({given})'
         else:
             new = f'{type(pool).__name__}({pool.options.solver}, {pool.options.feature_scale})'
         rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
@@ -203,10 +245,15 @@ def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:
     channels = found.input_shape[{'NCHW': 1, 'NHWC': 3, 'NLC': 2}[found.layout]]
     # A method that pools by itself gets the pooled map with its axes kept, and may drop them.
     flatten = found.output == 'flatten' and (found.host is None or found.host.family)
-    pool = _user_pool(found, make, channels, flatten)
-    if pool is None:
-        assert isinstance(make, PoolOptions)
-        pool = _rot_pool(model, found, make, channels, flatten)
+    if isinstance(make, PoolOptions):
+        pool: NewPool = _rot_pool(model, found, make, channels, flatten)
+    elif found.kind == 'local':
+        what = repr(make.pool) if isinstance(make, SimplePoolOptions) else 'a pool of your own'
+        raise ValueError(f'{what} can replace a global pool, not the local {found.path} ({found.old})')
+    elif isinstance(make, SimplePoolOptions):
+        pool = make.make(flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW')
+    else:
+        pool = _user_pool(found, make, channels, flatten)
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
     if like is not None:
         pool.to(like.device, like.dtype)
@@ -214,11 +261,9 @@ def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:
     return pool.train(model.get_submodule(owner).training)
 
 
-def _user_pool(found: FoundPool, make: Make, channels: int, flatten: bool) -> UserPool | None:
-    if isinstance(make, PoolOptions):
-        return None
-    if found.kind == 'local':
-        raise ValueError(f'a pool of your own can replace a global pool, not the local {found.path} ({found.old})')
+def _user_pool(
+    found: FoundPool, make: nn.Module | Callable[[int], nn.Module], channels: int, flatten: bool
+) -> UserPool:
     made = make if isinstance(make, nn.Module) else make(channels)
     if not isinstance(made, nn.Module):
         raise ValueError(f'pool({channels}) must return a module that pools {channels} channels, got {made!r}')

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import FAMILIES, native_class
-from rotp_vision.surgery.pools import NEW_POOL, FoundPool, Host, Layout, NewPool, Reduction
+from rotp_vision.surgery.pools import NEW_POOL, FoundPool, Host, Layout, NewPool, Reduction, UserPool
 from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, undisturbed, watch
 
 
@@ -363,9 +363,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 def _readable(module: nn.Module) -> str:
     if isinstance(module, NewPool):
-        return (
-            f'{type(module).__name__}({module.options.solver})'
-            if isinstance(module, ROTPool)
-            else type(module.pool).__name__
-        )
+        if isinstance(module, UserPool):
+            return type(module.pool).__name__
+        return f'{type(module).__name__}({module.options.solver if isinstance(module, ROTPool) else ""})'
     return ' '.join(repr(module).split())

@@ -4,7 +4,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from rotp_vision.layers import ROTPool
+from rotp_vision.layers import ROTPool, SimplePool
 
 # The name of the pool that is added to a module whose method pools by itself.
 NEW_POOL = 'rot_pool'
@@ -88,8 +88,8 @@ class UserPool(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-# What `convert` puts into a network.
-NewPool = ROTPool | UserPool
+# What `convert` puts into a network; the first two have options, from which they can be made again.
+NewPool = ROTPool | SimplePool | UserPool
 
 
 class Replaced(NamedTuple):
@@ -117,8 +117,13 @@ def rot_pools(model: nn.Module) -> dict[str, ROTPool]:
 
 
 def new_pools(model: nn.Module) -> dict[str, NewPool]:
-    """ROT pools and pools of the user's own that `convert` has placed, by path."""
+    """ROT pools, simple pools and pools of the user's own that `convert` has placed, by path."""
     return _outermost(model, NewPool)
+
+
+def described_pools(model: nn.Module) -> dict[str, ROTPool | SimplePool]:
+    """The new pools that have options, by path: all but those of the user's own."""
+    return {path: pool for path, pool in new_pools(model).items() if not isinstance(pool, UserPool)}
 
 
 def converted_pools(model: nn.Module) -> dict[str, NewPool]:

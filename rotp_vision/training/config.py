@@ -13,7 +13,7 @@ from jsonargparse import ArgumentParser
 from jsonargparse.typing import restricted_number_type
 
 from rotp_vision.data.config import DataConfig
-from rotp_vision.layers import pool_options
+from rotp_vision.layers import any_pool_options
 from rotp_vision.training.script import config_file
 
 if TYPE_CHECKING:  # type checkers do not know numbers with a range
@@ -63,8 +63,9 @@ class PoolConfig:
     """The pooling of stage 2.
 
     Args:
-        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, or `paper` for the
-            published layer; unset for the recommended pooling.
+        options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, `paper` for the
+            published layer, or another pooling by name: `gem`, or {pool: gem, power: 3, learn: true}; unset for the
+            recommended pooling.
         where: which pools are replaced: global (before the classifier), local (inside the network) or all.
     """
 
@@ -266,7 +267,7 @@ def check_config(config: RunConfig) -> None:
     need(0 < data.crop_pct <= 1, 'data.crop_pct', 'in (0, 1]', data.crop_pct)
     need(0 < data.scale[0] <= data.scale[1], 'data.scale', 'two shares of the area, the smaller first', data.scale)
     need(not Path(config.output).is_file(), 'output', 'a directory', config.output)
-    pool_options(config.pool.options)
+    any_pool_options(config.pool.options)
     total = stage1.epochs + stage2.epochs
     need(total > 0 or config.evaluate is not None, 'stage1.epochs + stage2.epochs', 'at least 1', total)
     need(stage2.calibrate == 0 or stage2.calibrate >= 4, 'stage2.calibrate', '0, or at least 4', stage2.calibrate)

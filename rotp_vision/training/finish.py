@@ -14,8 +14,8 @@ from rotp_vision.data.transforms import preprocessing
 from rotp_vision.evaluation import UsedPositions, positions_sentence
 from rotp_vision.files import open_by_umask, write_atomically
 from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
-from rotp_vision.layers import PoolOptions, pool_options
-from rotp_vision.surgery import rot_pools
+from rotp_vision.layers import PoolOptions, SimplePoolOptions, any_pool_options
+from rotp_vision.surgery.pools import described_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import open_cache
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
@@ -34,7 +34,9 @@ OF_THE_BEGINNING = ('license', 'origin_url', 'paper_name', 'paper_ids')
 
 def pool_title(config: PoolConfig) -> str:
     """Returns the name of the trained pooling in tables."""
-    options = pool_options(config.options)
+    options = any_pool_options(config.options)
+    if isinstance(options, SimplePoolOptions):
+        return options.pool
     return f'ROTP {options.solver}' + (' as published' if options == PoolOptions.paper(options.solver) else '')
 
 
@@ -52,7 +54,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         'precision': run.accelerator.mixed_precision,
     }
     if stage == 2:
-        paths = ', '.join(rot_pools(model))
+        paths = ', '.join(described_pools(model))
         facts['pooling'] = f'{paths}: {pool_title(config.pool)}, trains {config.stage2.train}'
     if stage == 2 and config.stage2.cache_features:
         cache = open_cache(run, model)
@@ -83,7 +85,7 @@ def finish(run: Run, model: nn.Module, note: str) -> None:
     progress, output = run.progress, run.output
     loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
     run.to_device(model)
-    pools = rot_pools(model)
+    pools = described_pools(model)
     report.show_summary(run.console, progress.summary, report.learned_weights(pools))
     if note:
         run.say(note)
@@ -95,9 +97,11 @@ def finish(run: Run, model: nn.Module, note: str) -> None:
             )
     pictures = ['curves.png']
     report.plot_curves(output / 'curves.png', progress.epochs)
-    if pools:
+    if (output / 'weights.csv').is_file():  # average pooling has no weights
         save_figure(plot_weights(output / 'weights.csv'), output / 'weights.png')
-        pictures += ['weights.png', *_picture_where_looked(run, model)]
+        pictures.append('weights.png')
+    if pools:
+        pictures += _picture_where_looked(run, model)
     run.say('pictures: ' + ', '.join(str(output / name) for name in pictures))
     run.say(f'metrics:  {output / "metrics.csv"}, {output / "steps.csv"}')
     run.say(f'load it:  {loading}')
@@ -107,7 +111,7 @@ def export(model: nn.Module, config: RunConfig, directory: Path, classes: Sequen
     """Writes safetensors and config.json in timm's layout; returns the line that loads them."""
     name, kwargs = config.model.name, config.model.kwargs
     model.cpu().eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # safetensors needs it
-    if rot_pools(model):
+    if described_pools(model):
         save_pretrained(
             model, directory, base=name if name.startswith(TORCHVISION) else None, model_args=kwargs, force=True
         )

@@ -8,18 +8,18 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay  # pyright
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.pools import described_pools
 from rotp_vision.training.config import PoolStageConfig, StageConfig
 from rotp_vision.training.report import Rates
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
-    """Returns timm's optimizer. In stage 2 the parameters of ROT pools are in separate groups, marked `pooling`."""
+    """Returns timm's optimizer. In stage 2 the parameters of the new pools are in separate groups, marked `pooling`."""
     fixed = getattr(model, 'no_weight_decay', set)()  # of timm's network; timm excludes parameters with one axis itself
     groups: list[dict[str, Any]] = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=fixed)
     lr = settings.lr
     if isinstance(settings, PoolStageConfig):
-        ours = {id(parameter) for pool in rot_pools(model).values() for parameter in pool.parameters()}
+        ours = {id(parameter) for pool in described_pools(model).values() for parameter in pool.parameters()}
         alone = settings.train == 'pool'
         lr = settings.pool_lr if alone else settings.lr
         # timm's schedules multiply by lr_scale, so that both rates follow the same curve.

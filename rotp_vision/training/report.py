@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 
 from rotp_vision.files import write_atomically
-from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.pools import described_pools
 from rotp_vision.training.checkpoint import Progress
 from rotp_vision.visualize import save_figure
 
@@ -55,7 +55,7 @@ class Logs:
         self.epochs.append({**self._point, 'train_loss': loss, **metrics, **rates, 'seconds': round(seconds, 2)})
 
     def weights(self, model: nn.Module, epoch: int) -> None:
-        for name, values in learned_weights(rot_pools(model)).items():
+        for name, values in learned_weights(described_pools(model)).items():
             for iteration, value in enumerate(values):
                 self.learned.append({'epoch': epoch, 'weight': name, 'iteration': iteration, 'value': value})
 
