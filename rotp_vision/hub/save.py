@@ -12,6 +12,7 @@ from typing import Any
 import timm
 import torch
 from huggingface_hub import HfApi
+from timm.models import get_model_input_config
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
@@ -23,7 +24,6 @@ from rotp_vision.hub.weights import WEIGHTS, save_weights
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import MultiScale
 from rotp_vision.surgery.classes import CONVERTED, changes_of, recipe, recorded_arguments
-from rotp_vision.surgery.find import image_channels
 from rotp_vision.surgery.pools import described_pools, new_pools
 
 Base = str | Callable[..., nn.Module]
@@ -165,12 +165,12 @@ def _config(model: nn.Module, inner: Any, base: Base, model_args: Mapping[str, A
         base, model_args: as `save_pretrained` takes them.
     """
     own = not isinstance(base, str)
+    cfg: Any = getattr(model, 'pretrained_cfg', None) or {}
     name = base if isinstance(base, str) else f'{base.__module__}:{base.__qualname__}'
     native_args = {**recorded_arguments(inner), **model_args}
-    channels = None if own else image_channels(inner)
-    other_images = channels not in (None, 3)
-    if other_images:
-        native_args.setdefault('in_chans', channels)
+    if cfg and not own:
+        channels = get_model_input_config(inner)['input_size'][0]
+        native_args |= {} if channels == 3 else {'in_chans': channels}
     architecture, arguments = CONVERTED, recipe(inner, name, native_args)
     if isinstance(inner, ROTPResNet) and not own:
         registered = native_args | inner.pool_arguments()
@@ -187,7 +187,6 @@ def _config(model: nn.Module, inner: Any, base: Base, model_args: Mapping[str, A
     except (TypeError, ValueError) as error:
         raise ValueError(f'model_args must hold plain values, which JSON can write: {error}') from error
     config = {'architecture': architecture, 'num_classes': num_classes_of(model), 'model_args': arguments}
-    cfg: Any = getattr(model, 'pretrained_cfg', None) or {}
     if not cfg or own or name.startswith(TORCHVISION):
         seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
         config['pretrained_cfg'] = seen | {
@@ -201,11 +200,7 @@ def _config(model: nn.Module, inner: Any, base: Base, model_args: Mapping[str, A
         save_config_for_hf(model, path, model_config=config)  # pyright: ignore[reportArgumentType]
         written = json.loads(path.read_text())
     # timm adds arguments that it has recorded, the name of the pool among them, which do not apply.
-    written |= {'architecture': architecture, 'model_args': arguments}
-    if other_images:
-        # The weights have this number of channels already, so timm must not adapt the first convolution.
-        written['pretrained_cfg']['first_conv'] = None
-    return written
+    return written | {'architecture': architecture, 'model_args': arguments}
 
 
 @contextmanager

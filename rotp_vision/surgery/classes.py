@@ -6,7 +6,7 @@ object is pickled and copied as its native class and its `Changes`.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -262,20 +262,16 @@ def take_all(model: nn.Module, pools: Mapping[str, NewPool]):
         _unname(model)
 
 
-def lift(model: nn.Module) -> list[tuple[str, NewPool]]:
+def lift(model: nn.Module) -> dict[str, NewPool]:
     """Restore the native global pools; returns the pools that were there, for `put_back`."""
-    lifted = [(path, pool) for path, pool in converted_pools(model).items() if not is_local(pool)]
-    for path, pool in lifted:
-        _take(model, path, pool)
-    change(model, guard=False)
-    if not converted_pools(model):
-        _unname(model)
+    lifted = {path: pool for path, pool in converted_pools(model).items() if not is_local(pool)}
+    take_all(model, lifted)
     return lifted
 
 
-def put_back(model: nn.Module, lifted: Sequence[tuple[str, NewPool]]):
+def put_back(model: nn.Module, lifted: Mapping[str, NewPool]):
     """Place the pools that `lift` took out."""
-    for path, pool in lifted:
+    for path, pool in lifted.items():
         replaced = replaced_by(pool)
         assert replaced is not None
         place(model, replaced.pool._replace(path=path), pool)

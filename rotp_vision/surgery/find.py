@@ -1,6 +1,5 @@
 """Finding the pools of a model from one forward pass."""
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
+from timm.models import get_model_input_config
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -60,45 +60,13 @@ def example_inputs(model: nn.Module, example_input: Tensor | tuple | None = None
     return (torch.zeros(2, *_image_size(model), device=device, dtype=dtype),)
 
 
-class _Reached(Exception):
-    """Raised to end a forward pass early."""
-
-
-def image_channels(model: nn.Module) -> int | None:
-    """Number of image channels of a timm model, from its first convolution or else `in_chans`; None if unknown."""
-    name = (getattr(model, 'pretrained_cfg', None) or {}).get('first_conv')
-    stem = dict(model.named_modules()).get(name) if isinstance(name, str) else None
-    if not isinstance(stem, nn.Conv2d):
-        said = getattr(model, 'in_chans', None)
-        return said if isinstance(said, int) else None
-    # Space-to-depth may come before it (TResNet): compare the channels of an image with those that reach it.
-    given, reached = stem.in_channels, stem.in_channels
-
-    def stop(_: nn.Module, args: tuple):
-        nonlocal reached
-        reached = args[0].shape[1]
-        raise _Reached
-
-    with undisturbed(model), contextlib.suppress(Exception):  # the model may need other images
-        stem.register_forward_pre_hook(stop)
-        model(torch.zeros(1, given, 64, 64, device=stem.weight.device, dtype=stem.weight.dtype))
-    return given // max(reached // given, 1)
-
-
 def _image_size(model: nn.Module) -> tuple[int, int, int]:
-    config = getattr(model, 'pretrained_cfg', None) or {}
-    size = config.get('input_size') or (3, 224, 224)
-    patches = getattr(model, 'patch_embed', None)
-    grid = getattr(patches, 'img_size', None)
-    if isinstance(grid, (tuple, list)) and len(grid) == 2:
-        size = (size[0], *grid)
-    channels = image_channels(model)
-    if channels is not None:
-        return channels, size[1], size[2]
-    stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if stem is not None and stem.in_channels < size[0]:
-        size = (stem.in_channels, *size[1:])
-    return size[0], size[1], size[2]
+    """Channels, height and width of the images of a timm model; of others 224 × 224 with their first channels."""
+    channels, height, width = get_model_input_config(model)['input_size']
+    if not hasattr(model, 'pretrained_cfg'):
+        stem = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
+        channels = channels if stem is None else min(channels, stem.in_channels)
+    return channels, height, width
 
 
 def _time(trace: Trace, path: str) -> int:

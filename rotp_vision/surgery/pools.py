@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from rotp_vision.layers import ROTPool, SimplePool
+from rotp_vision.layers.base import MapShape
 
 # The name of the pool that is added to a module whose method pools by itself.
 NEW_POOL = 'rot_pool'
@@ -48,8 +49,8 @@ class FoundPool(NamedTuple):
     host: Host | None = None  # the method that pools by itself
 
 
-class UserPool(nn.Module):
-    """Adapts a pooling module of the user's own to the axes that a network expects; implements timm's pool protocol.
+class UserPool(MapShape, nn.Module):
+    """Adapts a pooling module of the user's own to the axes that a network expects.
 
     Args:
         pool: takes maps (B, C, H, W), or tokens (B, N, C), and returns (B, C) or (B, C, 1, 1).
@@ -57,29 +58,18 @@ class UserPool(nn.Module):
         flatten: whether the network expects (B, C) instead of the axes of its map.
     """
 
+    pool_type = 'user'
+
     def __init__(self, pool: nn.Module, layout: Literal['NCHW', 'NHWC', 'NLC'], flatten: bool):
         super().__init__()
         self.pool = pool
-        self.layout = layout
-        self.flatten = flatten
-        self.pool_type = 'user'
+        self.set_shape(flatten or layout == 'NLC', 'NHWC' if layout == 'NHWC' else 'NCHW')
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The pooled map or tokens; a `mask` (B, N) is passed to the pool if there is one."""
-        if self.layout == 'NHWC':
+        if self.input_fmt == 'NHWC':
             x = x.permute(0, 3, 1, 2)
-        pooled = (self.pool(x) if mask is None else self.pool(x, mask)).flatten(1)
-        if self.flatten or self.layout == 'NLC':
-            return pooled
-        return pooled[:, None, None, :] if self.layout == 'NHWC' else pooled[:, :, None, None]
-
-    def feat_mult(self) -> int:
-        """Ratio of output to input channels (timm's pool protocol)."""
-        return 1
-
-    def is_identity(self) -> bool:
-        """Whether this pool does nothing (timm's pool protocol)."""
-        return False
+        return self.shaped((self.pool(x) if mask is None else self.pool(x, mask)).flatten(1))
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         # Weights of the native network have no pool: this one keeps its own.
