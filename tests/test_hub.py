@@ -7,7 +7,6 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import timm
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 
 import rotp_vision
 from rotp_vision import PoolOptions, convert, load_pretrained, read_state_dict, save_pretrained
-from tests.hub_stand_in import stand_in
 
 x = torch.linspace(-2, 2, 2 * 3 * 64 * 64).sin().view(2, 3, 64, 64)
 
@@ -34,27 +32,17 @@ def converted(name='test_efficientnet', **kwargs):
 
 
 def test_a_converted_model_comes_back_in_one_line(tmp_path):
-    model = converted(in_chans=1)
-    gray = x[:, :1]
-    directory = save_pretrained(model, tmp_path / 'out', model_args={'in_chans': 1})
+    model = converted()
+    directory = save_pretrained(model, tmp_path / 'out')
     assert sorted(os.listdir(tmp_path)) == ['out']
     assert sorted(os.listdir(directory)) == ['README.md', 'config.json', 'model.safetensors']
-    assert torch.equal(load_pretrained(directory)(gray), model(gray))
-    from_timm = timm.create_model(f'local-dir:{directory}', pretrained=True).eval()
-    assert torch.equal(from_timm(gray), model(gray))
-    finetuned = timm.create_model(f'local-dir:{directory}', pretrained=True, num_classes=2)
-    assert finetuned(gray).shape == (2, 2)
-    weights = rotp_vision.rot_pools(finetuned)['global_pool'].named_weights()
-    assert weights['smoothness'].tolist() == pytest.approx([3.0])
-    assert timm.create_model(f'local-dir:{directory}', pretrained=True, features_only=True)(gray)
-
-
-def test_saving_again_what_was_loaded(tmp_path):
-    model = converted()
-    once = load_pretrained(save_pretrained(model, tmp_path / 'one'))
-    for i, base in enumerate([None, 'test_efficientnet']):
-        twice = load_pretrained(save_pretrained(once, tmp_path / f'again{i}', base=base))
-        assert torch.equal(twice(x), model(x))
+    assert torch.equal(load_pretrained(directory)(x), model(x))
+    from_timm = partial(timm.create_model, f'local-dir:{directory}', pretrained=True)
+    assert torch.equal(from_timm().eval()(x), model(x))
+    finetuned = from_timm(num_classes=2)
+    assert finetuned(x).shape == (2, 2)
+    assert float(rotp_vision.rot_pools(finetuned)['global_pool'].named_weights()['smoothness']) == pytest.approx(3.0)
+    assert from_timm(features_only=True)(x)
 
 
 def built(name, **kwargs):
@@ -67,9 +55,7 @@ def built(name, **kwargs):
 )
 def test_what_would_come_back_as_another_network_is_said(tmp_path, make):
     model = make(output_stride=8).eval()
-    with pytest.warns(
-        UserWarning, match=r'layer3\.0\.\S+ is Conv2d.* here and would be Conv2d.* when loaded\); pass .* as model_args'
-    ):
+    with pytest.warns(UserWarning, match=r'layer3\.0\.\S+ is Conv2d.* and would be Conv2d.*; pass .* as model_args'):
         save_pretrained(model, tmp_path / 'warned')
     with warnings.catch_warnings():
         warnings.simplefilter('error')
@@ -139,22 +125,10 @@ def test_nothing_is_said_of_what_comes_back(tmp_path):
     other_classes.reset_classifier(7)
     listed = convert(timm.create_model('test_resnet', in_chans=1), {'solver': 'badmm-e', 'step': (1, 2, 3, 4)})
     synced = [nn.SyncBatchNorm.convert_sync_batchnorm(converted('test_resnet')), convert_sync_batchnorm(converted())]
-    for i, model in enumerate([frozen, folded, other_classes, listed, *synced]):
+    for i, model in enumerate((frozen, folded, other_classes, listed, *synced)):
         state = torch.random.get_rng_state()
         save_pretrained(model, tmp_path / str(i))
         assert torch.equal(torch.random.get_rng_state(), state)
-
-
-def test_torchvision_and_registered_models(tmp_path):
-    torch.manual_seed(0)
-    model = convert(torchvision.models.resnet18(num_classes=4), where='all').eval()
-    save_pretrained(model, tmp_path / 'tv', base='torchvision:resnet18')
-    assert torch.equal(load_pretrained(tmp_path / 'tv')(x), model(x))
-    ours = timm.create_model(
-        'resnet18_rotp_local', num_classes=4, rotp=PoolOptions('sinkhorn', feature_scale='log')
-    ).eval()
-    save_pretrained(ours, tmp_path / 'ours')
-    assert torch.equal(load_pretrained(tmp_path / 'ours')(x), ours(x))
 
 
 @pytest.mark.parametrize(
@@ -167,27 +141,25 @@ def test_torchvision_and_registered_models(tmp_path):
     ],
 )
 def test_a_variant_comes_back_with_its_own_options(tmp_path, name, arguments):
-    torch.manual_seed(0)
     model = timm.create_model(name, num_classes=4, **arguments).eval()
     assert torch.equal(load_pretrained(save_pretrained(model, tmp_path / 'out'))(x), model(x))
 
 
-@pytest.mark.parametrize('in_chans', [1, 2, 4, 6])
-def test_images_of_other_than_three_channels(tmp_path, in_chans):
-    image = torch.randn(2, in_chans, 64, 64)
-    for i, model in enumerate([converted(in_chans=in_chans), timm.create_model('resnet18_rotp', in_chans=in_chans)]):
-        once = load_pretrained(save_pretrained(model.eval(), tmp_path / f'once{i}'))
-        twice = load_pretrained(save_pretrained(once, tmp_path / f'twice{i}'))
-        assert torch.equal(once(image), model(image))
-        assert torch.equal(twice(image), model(image))
+@pytest.mark.parametrize('in_chans', [1, 4])
+@pytest.mark.parametrize('make', [converted, partial(timm.create_model, 'resnet18_rotp')])
+def test_images_of_other_than_three_channels(tmp_path, make, in_chans):
+    image, model = torch.randn(2, in_chans, 64, 64), make(in_chans=in_chans).eval()
+    once = load_pretrained(save_pretrained(model, tmp_path / 'once'))
+    twice = load_pretrained(save_pretrained(once, tmp_path / 'twice'))
+    assert torch.equal(once(image), model(image))
+    assert torch.equal(twice(image), model(image))
 
 
-@pytest.mark.parametrize('in_chans', [1, 3])
-def test_images_whose_pixels_become_channels(tmp_path, in_chans):
+def test_images_whose_pixels_become_channels(tmp_path):
     small = {'layers': [1, 1, 1, 1], 'width_factor': 0.25}
-    model = convert(timm.create_model('tresnet_m', num_classes=5, in_chans=in_chans, **small)).eval()
+    model = convert(timm.create_model('tresnet_m', num_classes=5, in_chans=1, **small)).eval()
     loaded = load_pretrained(save_pretrained(model, tmp_path / 'out', model_args=small))
-    assert torch.equal(loaded(x[:, :in_chans]), model(x[:, :in_chans]))
+    assert torch.equal(loaded(x[:, :1]), model(x[:, :1]))
 
 
 def test_local_pools_are_not_dropped_in_silence(tmp_path):
@@ -199,21 +171,20 @@ def test_local_pools_are_not_dropped_in_silence(tmp_path):
 
 
 def test_force_replaces_three_files_and_touches_nothing_else(tmp_path):
-    directory = save_pretrained(converted(), tmp_path / 'out')
+    model = converted()
+    directory = save_pretrained(model, tmp_path / 'out')
     (directory / 'notes').mkdir()
     (directory / 'notes' / 'README.md').write_text('mine')
     link = tmp_path / 'link'
     link.symlink_to(directory, target_is_directory=True)
     node = directory.stat().st_ino, (directory / 'notes').stat().st_ino
-    save_pretrained(converted(), link, force=True)
+    rotp_vision.rot_pools(model)['global_pool'].set_weights(gain=2.0)
+    save_pretrained(model, link, force=True)
     assert link.is_symlink()
     assert (directory.stat().st_ino, (directory / 'notes').stat().st_ino) == node
     assert sorted(os.listdir(directory)) == ['README.md', 'config.json', 'model.safetensors', 'notes']
     assert (directory / 'notes' / 'README.md').read_text() == 'mine'
-    (tmp_path / 'file').write_text('mine')
-    with pytest.raises(ValueError, match='not a directory'):
-        save_pretrained(converted(), tmp_path / 'file', force=True)
-    assert (tmp_path / 'file').read_text() == 'mine'
+    assert torch.equal(load_pretrained(directory)(x), model(x))
 
 
 def test_an_interrupted_replacement_is_not_taken_for_a_model(tmp_path, monkeypatch):
@@ -242,23 +213,25 @@ def test_nothing_is_overwritten_and_nothing_half_written(tmp_path, monkeypatch):
     def full_disk(*args, **kwargs):
         raise OSError(28, 'No space left on device')
 
-    with monkeypatch.context() as patch:
-        patch.setattr(rotp_vision.hub.save, 'save_config_for_hf', full_disk)
+    monkeypatch.setattr(rotp_vision.hub.save, 'save_config_for_hf', full_disk)
+    for target in (directory, tmp_path / 'new'):
         with pytest.raises(OSError, match='No space left'):
-            save_pretrained(model, directory, force=True)
+            save_pretrained(model, target, force=True)
     assert os.listdir(tmp_path) == ['out']
     assert load_file(directory / 'model.safetensors').keys() == before.keys()
-    rotp_vision.rot_pools(model)['global_pool'].set_weights(gain=2.0)
-    save_pretrained(model, directory, force=True)
-    assert torch.equal(load_pretrained(directory)(x), model(x))
-    assert os.listdir(tmp_path) == ['out']
 
 
 def test_errors_of_saving(tmp_path):
-    with pytest.raises(ValueError, match='no pool of rotp_vision to save'):
-        save_pretrained(timm.create_model('test_resnet'), tmp_path / 'out')
-    with pytest.raises(ValueError, match='base must name the native network'):
-        save_pretrained(convert(torchvision.models.resnet18()), tmp_path / 'out')
+    (tmp_path / 'file').write_text('mine')
+    for model, target, message in (
+        (timm.create_model('test_resnet'), 'out', 'no pool of rotp_vision to save'),
+        (convert(Own()), 'out', 'base must name the native network'),
+        (converted(), 'file', 'not a directory'),
+        (Wrapper(), 'out', r'save_pretrained\(model\.timm_model, directory\)'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            save_pretrained(model, tmp_path / target, force=True)
+    assert (tmp_path / 'file').read_text() == 'mine'
     with pytest.raises(ValueError, match=r'has no config\.json'):
         load_pretrained(tmp_path)
 
@@ -283,39 +256,15 @@ def test_checkpoints_of_every_kind(tmp_path, wrap):
 
 
 def test_a_torchvision_network_keeps_how_it_sees_images(tmp_path):
-    model = convert(torchvision.models.resnet18(num_classes=3))
+    model = convert(torchvision.models.squeezenet1_1(num_classes=3), where=['classifier.3']).eval()
     first, second = tmp_path / 'first', tmp_path / 'second'
-    save_pretrained(model, first, base='torchvision:resnet18')
-    config = json.loads((first / 'config.json').read_text())
-    config['pretrained_cfg'] |= {'input_size': [3, 96, 96], 'crop_pct': 1.0}
-    (first / 'config.json').write_text(json.dumps(config))
-    save_pretrained(load_pretrained(first), second)
-    found = resolve_model_data_config(load_pretrained(second))
-    assert (list(found['input_size']), found['crop_pct']) == ([3, 96, 96], 1.0)
-
-
-class Malicious:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-def test_pickles_that_could_run_code_are_refused(tmp_path):
-    made = tmp_path / 'made'
-    torch.save({'state_dict': {}, 'extra': Malicious(str(made))}, tmp_path / 'bad.pth')
-    with pytest.raises(ValueError, match='could run code on loading'):
-        read_state_dict(tmp_path / 'bad.pth')
-    assert not made.exists()
-    (tmp_path / 'text.pth').write_text('hello')
-    with pytest.raises(ValueError, match=r'is not (read|a checkpoint)'):
-        read_state_dict(tmp_path / 'text.pth')
-    torch.save([1, 2], tmp_path / 'list.pth')
-    with pytest.raises(ValueError, match='checkpoint'):
-        read_state_dict(tmp_path / 'list.pth')
-    with pytest.raises(ValueError, match='there is no checkpoint file'):
-        read_state_dict(tmp_path / 'nothing.pth')
+    seen = {'input_size': [3, 96, 96], 'crop_pct': 1.0}
+    save_pretrained(model, first, base='torchvision:squeezenet1_1')
+    rewritten(first, lambda config: config['pretrained_cfg'].update(seen))
+    loaded = load_pretrained(save_pretrained(load_pretrained(first), second))
+    assert torch.equal(loaded(x), model(x))
+    found = resolve_model_data_config(loaded)
+    assert {'input_size': list(found['input_size']), 'crop_pct': found['crop_pct']} == seen
 
 
 def rewritten(directory, change):
@@ -409,6 +358,14 @@ class WithPool(Own):
         self.pool = rotp_vision.GlobalROTPool2d({'feature_scale': 'log'}, width)
 
 
+class Wrapper(nn.Module):
+    """As transformers wraps a network of timm."""
+
+    def __init__(self):
+        super().__init__()
+        self.timm_model = converted()
+
+
 @pytest.mark.parametrize('make', [lambda **kwargs: convert(Own(**kwargs), 'sinkhorn'), WithPool])
 def test_an_own_network_comes_back_through_the_callable_that_builds_it(tmp_path, make):
     base = WithPool if make is WithPool else Own
@@ -436,9 +393,7 @@ def test_errors_of_own_networks(tmp_path):
 
 def test_loading_an_own_network_imports_nothing(tmp_path):
     directory = save_pretrained(convert(Own()), tmp_path / 'out', base=Own)
-    config = json.loads((directory / 'config.json').read_text())
-    config['model_args']['base'] = 'antigravity:fly'
-    (directory / 'config.json').write_text(json.dumps(config))
+    rewritten(directory, lambda config: config['model_args'].update(base='antigravity:fly'))
     with pytest.raises(ValueError, match='antigravity:fly'):
         load_pretrained(directory)
     assert load_pretrained(directory, base=Own)
@@ -453,18 +408,17 @@ def test_the_card_says_what_it_is_and_what_it_needs(tmp_path):
     model.pretrained_cfg |= {'license': 'cc-by-4.0', 'hf_hub_id': 'timm/test'}
     text = (save_pretrained(model, tmp_path / 'out', metrics={'top-1 %': 76.1}) / 'README.md').read_text()
     front = yaml.safe_load(text.split('---')[1])
-    assert (front['library_name'], front['pipeline_tag'], front['base_model']) == (
-        'rotp_vision',
-        'image-classification',
-        'timm/test',
-    )
+    wanted = {'library_name': 'rotp_vision', 'pipeline_tag': 'image-classification', 'base_model': 'timm/test'}
+    assert front.items() >= wanted.items()
     assert front['model-index'][0]['results'][0]['metrics'] == [{'type': 'top-1 %', 'value': 76.1}]
-    assert 'needs the package rotp_vision' in text
-    assert f"rotp_vision.load_pretrained('{tmp_path / 'out'}')" in text
-    assert '| smoothness | 3 |' in text
-    assert '| gain | 1.3 |' in text
-    assert '| top-1 % | 76.1 |' in text
-    assert 'licence cc-by-4.0 for the weights of timm/test' in text
+    for part in (
+        'needs the package rotp_vision',
+        f"rotp_vision.load_pretrained('{tmp_path / 'out'}')",
+        '| smoothness | 3 |',
+        '| top-1 % | 76.1 |',
+        'licence cc-by-4.0 for the weights of timm/test',
+    ):
+        assert part in text
     text = (save_pretrained(model, tmp_path / 'mit', license='mit') / 'README.md').read_text()
     assert yaml.safe_load(text.split('---')[1])['license'] == 'mit'
 
@@ -478,65 +432,3 @@ def test_the_card_escapes_what_others_wrote(tmp_path, monkeypatch):
     assert r'&lt;img src=x onerror=alert(1)&gt; | \# heading \| cell \| |' in text
     (line,) = re.findall(r'load_pretrained\((.*)\)', text)
     assert ast.literal_eval(line) == "it's"
-
-
-class Wrapper(nn.Module):
-    """As transformers wraps a network of timm."""
-
-    def __init__(self):
-        super().__init__()
-        self.timm_model = converted()
-
-
-def test_a_wrapper_of_transformers_is_told_what_to_save(tmp_path):
-    with pytest.raises(ValueError, match=r'save_pretrained\(model\.timm_model, directory\)'):
-        save_pretrained(Wrapper(), tmp_path / 'out', base='test_efficientnet')
-
-
-# The Hugging Face Hub, as a stand-in on this machine
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """The repositories of a hub to which everything is sent that would go to huggingface.co."""
-    with stand_in() as (address, repositories):
-        monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', address)
-        url = address + '/{repo_id}/resolve/{revision}/{filename}'
-        monkeypatch.setattr(huggingface_hub.constants, 'HUGGINGFACE_CO_URL_TEMPLATE', url)
-        monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
-        for name in list(os.environ):
-            if name.lower().endswith('_proxy'):
-                monkeypatch.delenv(name)
-        huggingface_hub.close_session()
-        yield repositories
-        huggingface_hub.close_session()
-
-
-def test_a_published_model_is_loaded_by_timm_and_by_us(hub):
-    model = converted()
-    where = rotp_vision.push_to_hub(model, 'me/model', metrics={'top-1 %': 76.1}, license='mit', token='hf_x')
-    assert where.startswith('http://127.0.0.1:')
-    assert sorted(set(hub['me/model']) - {'.gitattributes'}) == ['README.md', 'config.json', 'model.safetensors']
-    card = hub['me/model']['README.md'].decode()
-    assert "rotp_vision.load_pretrained('hf-hub:me/model')" in card
-    assert "timm.create_model('hf-hub:me/model', pretrained=True)" in card
-    assert '| top-1 % | 76.1 |' in card
-    assert 'license: mit' in card
-    for loaded in (
-        load_pretrained('hf-hub:me/model'),
-        load_pretrained('hf-hub:me/model@main'),
-        timm.create_model('hf-hub:me/model', pretrained=True).eval(),
-    ):
-        assert torch.equal(loaded(x), model(x))
-
-
-def test_an_own_network_is_published(hub):
-    model = convert(Own()).eval()
-    rotp_vision.push_to_hub(model, 'me/own', base=Own, token='hf_x')
-    assert torch.equal(load_pretrained('hf-hub:me/own', base=Own)(x), model(x))
-
-
-def test_what_timm_publishes_is_loaded_again(hub):
-    model = calibrated(converted()).eval()
-    timm.models.push_to_hf_hub(model, 'me/timm', token='hf_x', safe_serialization=True)
-    assert torch.equal(timm.create_model('hf-hub:me/timm', pretrained=True).eval()(x), model(x))

@@ -76,6 +76,19 @@ def test_a_pickle_runs_nothing_by_the_command_line(evil, tmp_path, capsys):
     assert capsys.readouterr().err.count('could run code on loading') == 2
 
 
+def test_what_is_no_checkpoint_is_refused(evil, tmp_path):
+    (tmp_path / 'text.pth').write_text('hello')
+    torch.save([1, 2], tmp_path / 'list.pth')
+    for path, message in (
+        (evil, 'could run code on loading'),
+        (tmp_path / 'text.pth', r'is not (read|a checkpoint)'),
+        (tmp_path / 'list.pth', 'checkpoint'),
+        (tmp_path / 'nothing.pth', 'there is no checkpoint file'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            rotp_vision.read_state_dict(path)
+
+
 def test_a_pickle_runs_nothing_in_training(evil):
     with pytest.raises(ValueError, match='could run code'):
         build_model(ModelConfig('test_resnet', checkpoint=str(evil)), 3)

@@ -1,20 +1,25 @@
-"""A stand-in of the Hugging Face Hub on this machine: what pushing and loading a model need of it."""
+"""Publishing and loading, with a stand-in of the Hugging Face Hub on this machine."""
 
 import base64
 import hashlib
 import json
+import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
+import huggingface_hub
+import pytest
+import timm
+import torch
 import yaml
+
+from rotp_vision import convert, load_pretrained, push_to_hub
 
 COMMIT = 'c' * 40
 
 
-class Handler(BaseHTTPRequestHandler):
+class StandIn(BaseHTTPRequestHandler):
     repositories: dict[str, dict[str, bytes]]
 
     def log_message(self, *args):
@@ -77,16 +82,54 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
 
-@contextmanager
-def stand_in() -> Iterator[tuple[str, dict[str, dict[str, bytes]]]]:
-    """The address of a running stand-in, and its repositories: their files by name."""
-    repositories: dict[str, dict[str, bytes]] = {}
-    server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (Handler,), {'repositories': repositories}))
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """The files by name of each repository of a hub to which everything is sent that would go to huggingface.co."""
+    repositories = {}
+    server = ThreadingHTTPServer(('127.0.0.1', 0), type('Handler', (StandIn,), {'repositories': repositories}))
     thread = Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    try:
-        yield f'http://127.0.0.1:{server.server_port}', repositories
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    address = f'http://127.0.0.1:{server.server_port}'
+    url = address + '/{repo_id}/resolve/{revision}/{filename}'
+    monkeypatch.setattr(huggingface_hub.constants, 'ENDPOINT', address)
+    monkeypatch.setattr(huggingface_hub.constants, 'HUGGINGFACE_CO_URL_TEMPLATE', url)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(tmp_path / 'cache'))
+    for name in list(os.environ):
+        if name.lower().endswith('_proxy'):
+            monkeypatch.delenv(name)
+    huggingface_hub.close_session()
+    yield repositories
+    huggingface_hub.close_session()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def model():
+    model = convert(timm.create_model('test_efficientnet', num_classes=5), {'prior': 'norm'}).eval()
+    model.global_pool.set_weights(smoothness=3.0, norm_power=1.5)
+    return model
+
+
+x = torch.randn(2, 3, 64, 64)
+
+
+def test_a_published_model_is_loaded_by_timm_and_by_us(hub, model):
+    where = push_to_hub(model, 'me/model', metrics={'top-1 %': 76.1}, license='mit', token='hf_x')
+    assert where.startswith('http://127.0.0.1:')
+    assert sorted(set(hub['me/model']) - {'.gitattributes'}) == ['README.md', 'config.json', 'model.safetensors']
+    card = hub['me/model']['README.md'].decode()
+    assert "rotp_vision.load_pretrained('hf-hub:me/model')" in card
+    assert "timm.create_model('hf-hub:me/model', pretrained=True)" in card
+    for loaded in (
+        load_pretrained('hf-hub:me/model'),
+        load_pretrained('hf-hub:me/model@main'),
+        timm.create_model('hf-hub:me/model', pretrained=True).eval(),
+    ):
+        assert torch.equal(loaded(x), model(x))
+
+
+def test_what_timm_publishes_is_loaded_again(hub, model):
+    timm.models.push_to_hf_hub(model, 'me/timm', token='hf_x', safe_serialization=True)
+    assert torch.equal(timm.create_model('hf-hub:me/timm', pretrained=True).eval()(x), model(x))
