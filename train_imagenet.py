@@ -30,7 +30,8 @@ from rotp_vision.data.loading import Batch, Schedule, steps_per_epoch, train_bat
 from rotp_vision.data.workers import random_state, seed_all, set_random_state
 from rotp_vision.evaluation import counted_positions
 from rotp_vision.files import write_atomically
-from rotp_vision.surgery import freeze, rot_pools
+from rotp_vision.surgery import rot_pools
+from rotp_vision.surgery.freeze import freeze_parameters
 from rotp_vision.training import report
 from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_cache, validate
 from rotp_vision.training.checkpoint import clear_leftovers, list_checkpoints, save_checkpoint
@@ -273,7 +274,7 @@ class Stage:
 
         # Model. The frozen part neither updates batch statistics nor takes part in the backward pass.
         if number == 2:
-            freeze(model, config.stage2.train)
+            freeze_parameters(model, config.stage2.train)
         if config.sync_batchnorm and run.shard.processes > 1:
             model = synchronized(model)
         if checkpoint is not None:
@@ -325,7 +326,7 @@ class Stage:
         simpler = start_pooling(run, model, also_gem=self.cache is not None)
         run.progress.simpler = {title: [*pooling] for title, pooling in simpler.items()}
         run.progress.pools = {path: asdict(pool.options) for path, pool in rot_pools(model).items()}
-        freeze(model, run.config.stage2.train)  # a new prior trains too
+        freeze_parameters(model, run.config.stage2.train)  # a new prior trains too
         compare_poolings(run, model, self.cache)
 
     def batches(self) -> Iterator[Batch]:

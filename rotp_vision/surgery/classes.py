@@ -35,8 +35,6 @@ CONVERTED = 'rotp_converted'
 FORMAT = 1
 # The mask argument (B, N) of timm's models for images of any shape: True where a patch exists.
 MASK = 'patch_valid'
-# The mode that `train` or `eval` last set on a frozen model.
-MODE = '_rotp_mode'
 
 
 class Changes(NamedTuple):
@@ -44,7 +42,7 @@ class Changes(NamedTuple):
 
     guard: bool = False  # whether `reset_classifier` keeps the trained pool
     host: Host | None = None  # the method that calls the pool
-    frozen: bool = False  # whether `train` leaves frozen modules in evaluation mode
+    frozen: bool = False  # whether frozen modules stay in evaluation mode
     architecture: str = ''  # the name of a timm model before conversion; afterwards timm saves it as CONVERTED
 
 
@@ -89,7 +87,7 @@ def changed_class(native: type[nn.Module], changes: Changes) -> type[nn.Module]:
     if changes.host is not None:
         body[changes.host.method] = _hosting_method(native, changes.host)
     if changes.frozen:
-        body['train'] = _train_unfrozen
+        body |= {'train': _train_unfrozen, '__call__': _call_resting}
     if changes.architecture:
         body['_model_args'] = property(_converted_arguments, _record_arguments)
         # TorchScript, which timm's suite tries, would compile it, or mistake the recorded arguments for an attribute.
@@ -157,18 +155,23 @@ def _hosting_method(native: type, host: Host):
 
 
 def _train_unfrozen(self: nn.Module, mode: bool = True) -> nn.Module:
+    """Set the mode of the network, its pools and modules with trainable parameters of their own; the rest evaluates."""
     native_class(self).train(self, mode)
-    rest_frozen(self, mode)
+    for module in self.modules():
+        module.training = mode and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    for pool in new_pools(self).values():
+        pool.train(mode)
+    self.training = mode
     return self
 
 
-def rest_frozen(model: nn.Module, mode: bool):
-    """Set `mode` on the new pools and on modules with trainable parameters of their own, evaluation mode elsewhere."""
-    vars(model)[MODE] = mode
-    for module in model.modules():
-        module.training = mode and any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    for pool in new_pools(model).values():
-        pool.train(mode)
+def _call_resting(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the network in evaluation mode, so that dropout in its own forward pass stays off."""
+    mode, self.training = self.training, False
+    try:
+        return native_class(self).__call__(self, *args, **kwargs)
+    finally:
+        self.training = mode
 
 
 # Networks of torchvision whose forward pass pools by a function in its middle.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from rotp_vision.layers import ROTPool
 from rotp_vision.surgery.classes import FAMILIES, native_class
 from rotp_vision.surgery.pools import NEW_POOL, FoundPool, Host, Layout, NewPool, Reduction, UserPool
-from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, undisturbed, watch
+from rotp_vision.surgery.trace import Call, Trace, inside_new_pool, source_of, watch
 
 
 def find_pools(model: nn.Module, example_input: Tensor | tuple | None = None) -> list[FoundPool]:

@@ -1,16 +1,13 @@
 """Freezing all of a network but its pooling."""
 
-import logging
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from rotp_vision.surgery.classes import MODE, change, changes_of, rest_frozen
+from rotp_vision.surgery.classes import change, changes_of
 from rotp_vision.surgery.convert import refuse_wrapped
 from rotp_vision.surgery.multi_scale import MultiScale
 from rotp_vision.surgery.pools import new_pools
-
-_logger = logging.getLogger('rotp_vision')
 
 Train = Literal['pool', 'pool+classifier', 'all']
 # The names of the parameters that did not require gradients before `freeze`.
@@ -18,7 +15,7 @@ FIXED = '_rotp_fixed'
 
 
 def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
-    """Freeze all of a model but its new pools, in place; returns the same model and logs which parameters train.
+    """Freeze all of a model but its new pools, in place; returns the same model and prints how much of it trains.
 
     Frozen modules stay in evaluation mode even after `model.train()`: norm layers keep their statistics, and dropout
     stays off, including dropout that the network applies itself. `freeze(model, 'all')` undoes it. Freeze before
@@ -32,36 +29,35 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
         >>> model = rotp_vision.freeze(model)
-        >>> [name.split('.')[-2] for name, parameter in model.named_parameters() if parameter.requires_grad]
-        ['smoothness', 'feature_penalty', 'sample_penalty', 'gain']
+        trainable params: 4 || all params: 372,983 || trainable%: 0.0011
     """
+    freeze_parameters(model, train)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    print(f'trainable params: {count:,} || all params: {total:,} || trainable%: {100 * count / total:.4f}')  # as peft
+    return model
+
+
+def freeze_parameters(model: nn.Module, train: Train) -> None:
+    """`freeze` without the report."""
     if train not in get_args(Train):
         raise ValueError(f'train must be one of {", ".join(get_args(Train))}, got {train!r}')
     refuse_wrapped(model)
     learning = _learning_modules(model, train)
     if not changes_of(model).frozen:
         vars(model)[FIXED] = {name for name, p in model.named_parameters() if not p.requires_grad}
-        vars(model)[MODE] = model.training
-    fixed, mode = vars(model)[FIXED], vars(model)[MODE]
     if train == 'all':
+        fixed = vars(model).pop(FIXED)
         change(model, frozen=False)
-        del vars(model)[FIXED], vars(model)[MODE]
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in fixed)
-        model.train(mode)
-    else:
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        for module in learning:
-            for parameter in module.parameters():
-                parameter.requires_grad_(True)
-        change(model, frozen=True)
-        rest_frozen(model, mode)
-    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    total = sum(parameter.numel() for parameter in model.parameters())
-    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    _logger.info('trainable parameters: %s of %s (%s)', f'{count:,}', f'{total:,}', _abbreviated(trainable))
-    return model
+        model.train(model.training)
+        return
+    model.requires_grad_(False)
+    for module in learning:
+        module.requires_grad_(True)
+    change(model, frozen=True)
+    model.train(model.training)
 
 
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
@@ -88,7 +84,3 @@ def classifiers(model: nn.Module) -> list[nn.Module]:
     if not any(True for module in classifiers for _ in module.parameters()):
         raise ValueError("the model has no classifier to train; reset_classifier(num_classes) or train='pool'")
     return classifiers
-
-
-def _abbreviated(names: list[str]) -> str:
-    return ', '.join(names[:6]) + (f', … {len(names) - 6} more' if len(names) > 6 else '')

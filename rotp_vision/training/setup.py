@@ -18,7 +18,7 @@ from rotp_vision.data.sources import Source, data_changes, hold_out, inventory, 
 from rotp_vision.data.transforms import transforms
 from rotp_vision.data.workers import check_shared_memory, seed_all
 from rotp_vision.files import check_writable
-from rotp_vision.surgery import freeze
+from rotp_vision.surgery.freeze import freeze_parameters
 from rotp_vision.training.cache import cache_directory
 from rotp_vision.training.checkpoint import Checkpoint, Progress, find_checkpoint
 from rotp_vision.training.config import RunConfig, changed_epochs, changes, to_dict
@@ -217,7 +217,7 @@ def _check_stages(config: RunConfig, model: nn.Module) -> None:
             if not settings.epochs:
                 continue
             if stage == 2:
-                freeze(convert_model(copied, config.pool), config.stage2.train)
+                freeze_parameters(convert_model(copied, config.pool), config.stage2.train)
                 if config.stage2.cache_features and not hasattr(copied, 'forward_features'):
                     raise ValueError(
                         f'{config.model.name} has no forward_features, as timm networks do: set stage2.cache_features '

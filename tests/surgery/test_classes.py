@@ -114,7 +114,7 @@ def test_changes_are_independent():
     freeze(model)
     model.reset_classifier(7)
     assert isinstance(model.rot_pool, GlobalROTPool2d)
-    assert not model.train().training
+    assert not model.train().stages.training
     freeze(model, 'all')
     assert model.train().training
     assert rot_pools(model)

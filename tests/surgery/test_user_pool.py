@@ -43,6 +43,11 @@ class Mean(nn.Module):
         return x.mean((2, 3), keepdim=True)
 
 
+class Wide(nn.Module):
+    def forward(self, x):
+        return torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)
+
+
 def small(name, **kwargs):
     return timm.create_model(name, num_classes=5, **kwargs).eval()
 
@@ -60,9 +65,9 @@ def test_mean_of_ones_own_changes_nothing_and_every_pool_trains(name, kwargs):
     torch.testing.assert_close(model(X), expected, rtol=1e-4, atol=1e-4)
     assert 'Mean' in rotp_vision.describe(model)
     assert torch.equal(rotp_vision.revert(model)(X), expected)
-    for make in (lambda channels: GeM(), Decoder, SimPool2d):
+    for make in (GeM, Decoder, SimPool2d):
         model = rotp_vision.convert(
-            small(name, **kwargs), make if not isinstance(make, type) else lambda channels, make=make: make(channels)
+            small(name, **kwargs), lambda channels, make=make: make() if make is GeM else make(channels)
         )
         model(X).sum().backward()
         (pool,) = [module for module in model.modules() if type(module).__name__ == 'UserPool']
@@ -99,11 +104,6 @@ def test_reset_freeze_copy_pickle_and_native_weights():
     traced = torch.fx.symbolic_trace(model)
     assert torch.equal(traced(X), model(X))
     assert type(rotp_vision.revert(model).global_pool).__name__ == 'SelectAdaptivePool2d'
-
-
-class Wide(nn.Module):
-    def forward(self, x):
-        return torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1)
 
 
 @pytest.mark.parametrize(
