@@ -37,18 +37,10 @@ from rotp_vision.training.cache import FeatureCache, PoolAndClassifier, build_ca
 from rotp_vision.training.checkpoint import clear_leftovers, list_checkpoints, save_checkpoint
 from rotp_vision.training.config import flat, parse_config
 from rotp_vision.training.finish import NATIVE, describe_positions, finish, pool_title, show_stage
-from rotp_vision.training.model import convert_model, synchronized
+from rotp_vision.training.model import convert_model
 from rotp_vision.training.optimize import learning_rates, make_mixup, make_optimizer, make_scheduler
 from rotp_vision.training.pooling import average_gain, compare_poolings, refit_gain, simpler_pooling, start_pooling
-from rotp_vision.training.processes import (
-    HostCopy,
-    fail,
-    fail_once,
-    gather,
-    hold,
-    share_buffers,
-    stop_signals,
-)
+from rotp_vision.training.processes import fail, fail_once, gather, hold, share_buffers, stop_signals, together
 from rotp_vision.training.run import Run
 from rotp_vision.training.setup import start
 
@@ -62,7 +54,7 @@ def main(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') 
     with contextlib.nullcontext(run.stop) if config.evaluate is not None else stop_signals() as run.stop:
         if config.evaluate is not None:
             metrics = run.evaluate(run.to_device(model), run.val_images(), len(run.val))
-            report.show_summary(run.console, {config.evaluate: metrics}, {})
+            run.say(report.summary({config.evaluate: metrics}, {}))
         else:
             try:
                 two_stages(run, model)
@@ -103,7 +95,7 @@ def train_stage(run: Run, model: nn.Module) -> nn.Module:
     """Train the current stage from its start or from a checkpoint; return the model with its final weights."""
     progress, dry = run.progress, run.config.dry_run
     stage = Stage(run, model)
-    batches = run.on_device(stage.batches())
+    batches = map(run.prepare, stage.batches())
     for _ in range(progress.epoch, stage.settings.epochs):
         started = time.perf_counter()
         train_epoch(stage, batches)
@@ -170,7 +162,8 @@ def train_step(stage: 'Stage', batches: Iterator[Batch]) -> Step:
     run, config, settings, accelerator = stage.run, stage.run.config, stage.settings, stage.run.accelerator
     updates = run.progress.epoch * stage.steps + run.progress.step
     stage.scheduler.step_update(updates)
-    loss = torch.zeros((), device=accelerator.device)
+    loss = total = torch.zeros((), device=accelerator.device)
+    copied = None
     broken, data_time = list[str](), 0.0
     for number in range(1, settings.accumulation + 1):
         last = number == settings.accumulation
@@ -186,18 +179,21 @@ def train_step(stage: 'Stage', batches: Iterator[Batch]) -> Step:
             part = part / settings.accumulation
             loss += part.detach()
             if last:
-                # All processes agree on what happened before any of them updates a weight. The sum is queued before the
-                # backward pass and read after it, so that the device does not wait for the host.
+                # All processes agree on what happened before any of them updates a weight. The sum is copied during the
+                # backward pass, so that the device does not wait for the host.
                 late = run.main and 0 < 60 * config.checkpoint_minutes <= time.monotonic() - stage.saved
                 flags = [loss.new_full((), float(flag)) for flag in (bool(run.stop), bool(broken), late)]
                 total = accelerator.reduce(torch.stack([loss / run.shard.processes, *flags]), 'sum')
-                stage.host_copy.record(total)  # type: ignore[arg-type]
+                total = total.to('cpu', non_blocking=True)  # type: ignore[union-attr]
+                copied = torch.cuda.current_stream().record_event() if loss.is_cuda else None
             accelerator.backward(part)
 
     if settings.clip_norm is not None:
         accelerator.clip_grad_norm_(stage.wrapped.parameters(), settings.clip_norm)
     rates = learning_rates(stage.optimizer)
-    mean_loss, stopping, news, late = stage.host_copy.read()
+    if copied is not None:
+        copied.synchronize()
+    mean_loss, stopping, news, late = total.tolist()
     if news:
         run.note_broken(broken)
     if not math.isfinite(mean_loss):
@@ -275,8 +271,6 @@ class Stage:
         # Model. The frozen part neither updates batch statistics nor takes part in the backward pass.
         if number == 2:
             freeze_parameters(model, config.stage2.train)
-        if config.sync_batchnorm and run.shard.processes > 1:
-            model = synchronized(model)
         if checkpoint is not None:
             model.load_state_dict(checkpoint.model)
         self.model = run.to_device(model)
@@ -300,8 +294,8 @@ class Stage:
         self.smoothing = 0.0 if self.mixup else settings.label_smoothing  # Mixup smooths the labels itself
         if checkpoint is not None:
             optimizer.load_state_dict(checkpoint.others['optimizer'])
-            if self.ema is not None and checkpoint.ema is not None:
-                self.ema.module.load_state_dict(checkpoint.ema)
+            if self.ema is not None and checkpoint.state_dict_ema is not None:
+                self.ema.module.load_state_dict(checkpoint.state_dict_ema)
 
         # DDP must wrap the module whose forward is called: gradients of a submodule that is called directly are not
         # synchronised, without any error.
@@ -317,7 +311,6 @@ class Stage:
         self.logs = report.Logs(run.output, run.progress) if run.main and not config.dry_run else None
         if self.logs and not run.progress.weights:
             self.logs.weights(self.averaged, 0)
-        self.host_copy = HostCopy(run.accelerator.device)
         self.saved = time.monotonic()  # time of the last checkpoint
 
     def start_pooling(self) -> None:
@@ -347,21 +340,16 @@ class Stage:
 
     def save(self) -> None:
         """Save a checkpoint. The main process writes it; all processes end if that fails."""
-        run, problem = self.run, None
+        run = self.run
         others: dict[str, Any] = {'random': gather(random_state())}
-        if run.main:
-            scaler = run.accelerator.scaler
-            others['optimizer'] = self.optimizer.state_dict()
-            others['scaler'] = None if scaler is None else scaler.state_dict()
-            ema = None if self.ema is None else self.ema.module.state_dict()
-            directory, model, keep = run.output / 'checkpoints', self.model.state_dict(), run.config.keep
-            try:
+        with together():
+            if run.main:
+                scaler = run.accelerator.scaler
+                others['optimizer'] = self.optimizer.state_dict()
+                others['scaler'] = None if scaler is None else scaler.state_dict()
+                ema = None if self.ema is None else self.ema.module.state_dict()
+                directory, model, keep = run.output / 'checkpoints', self.model.state_dict(), run.config.keep
                 save_checkpoint(directory, run.progress, run.stored_config, model, ema, others, keep)
-            except OSError as error:
-                problem = str(error)
-        problems = [text for text in gather(problem) if text]
-        if problems:
-            fail_once(problems[0])
         self.saved = time.monotonic()
 
     def restore_generators(self, states: dict[str, Any]) -> None:
@@ -402,16 +390,12 @@ def open_output(run: Run) -> None:
     config = run.config
     if config.dry_run:
         return
-    if run.main:
-        try:
+    with together():
+        if run.main:
             run.output.mkdir(parents=True, exist_ok=True)
             hold(run.output)
             clear_leftovers(run.output)
             write_atomically(run.output / 'config.yaml', yaml.safe_dump(run.stored_config, sort_keys=False))
-        except OSError as error:
-            fail(f'cannot write to --output {run.output}: {error}')
-        except ValueError as error:
-            fail(error)
     if config.trackers:
         run.accelerator.init_trackers('rotp_vision', {key: str(value) for key, value in flat(run.stored_config)})
     if run.checkpoint is not None:

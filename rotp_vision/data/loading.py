@@ -7,7 +7,7 @@ Data workers live as long as a stage: the epoch of an image comes with its index
 of their size in float32; the images are normalised on the device of the network.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 class Batch(NamedTuple):
     """A batch of images, or of their feature maps."""
 
-    images: Tensor  # (B, 3, H, W) uint8 in channels_last, or (B, C, H, W) float16 maps; float32 from `on_device`
+    images: Tensor  # (B, 3, H, W) uint8 in channels_last, or (B, C, H, W) float16 maps; float32 on the device
     labels: Tensor  # (B,)
     broken: list[str]  # names of the images that could not be read
     erased: Tensor | None = None  # (B, 4) boxes to erase after normalisation
@@ -98,27 +98,6 @@ def collate(samples: list[Sample]) -> Batch:
     erased = torch.tensor([sample.erased for sample in kept]) if any(any(s.erased) for s in kept) else None
     broken = [name for sample in samples for name in sample.broken]
     return Batch(images, torch.tensor([sample.label for sample in kept], dtype=torch.int64), broken, erased)
-
-
-def on_device(batches: Iterable[Batch], prepare: Callable[[Batch], Batch], device: torch.device) -> Iterator[Batch]:
-    """Yields the batches as `prepare` puts them on the device; on CUDA the next one is copied while one is in use."""
-    if device.type != 'cuda':
-        yield from map(prepare, batches)
-        return
-    side, ready = torch.cuda.Stream(device), None
-    for batch in batches:
-        with torch.cuda.stream(side):
-            following = prepare(batch)
-        if ready is not None:
-            yield ready
-        # Work queued from here on waits for the copy, and the memory is not reused before that work is done.
-        stream = torch.cuda.current_stream(device)
-        stream.wait_stream(side)
-        for tensor in (following.images, following.labels):
-            tensor.record_stream(stream)
-        ready = following
-    if ready is not None:
-        yield ready
 
 
 def steps_per_epoch(length: int, global_batch: int) -> int:

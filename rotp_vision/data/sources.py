@@ -3,7 +3,7 @@
 import hashlib
 import io
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from rotp_vision.images import UnreadableImage, open_image, to_rgb
 
 Decode = Callable[[Image.Image], Image.Image]
 
+SMALL = 2**26  # bytes of all images of a set whose contents are compared
 MAX_CLASSES = 1_000_000  # bound on labels that have no names; a larger label is an error in the data
 
 
@@ -31,12 +32,11 @@ class Source(Protocol):
         """Returns the image, decoded by `decode`, and its label; raises UnreadableImage."""
         ...
 
-    def names(self) -> object:
-        """Plain values that change when images are added, removed or renamed, but not when the folder is moved."""
-        ...
+    def digests(self) -> dict[str, str]:
+        """Returns digests that change when images are added, removed, renamed or modified.
 
-    def contents(self) -> object:
-        """Plain values that also change when images are modified."""
+        `files`, if present, does not depend on where the files are or on when they were written.
+        """
         ...
 
 
@@ -62,17 +62,21 @@ class FolderSource:
     def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
         return open_image(self.files[index], decode=decode), self.labels[index]
 
-    def names(self) -> str:
-        names = '\n'.join(os.path.relpath(file, self.directory) for file in self.files)
-        return hashlib.sha256(names.encode('utf-8', 'surrogateescape')).hexdigest()
-
-    def contents(self) -> str:
-        digest = hashlib.sha256()
+    def digests(self) -> dict[str, str]:
+        """Returns digests of names and sizes, and of contents (up to 64 MiB in all) or else modification times."""
+        files, times, total = hashlib.sha256(), hashlib.sha256(), 0
         for file in self.files:
             status = os.stat(file, follow_symlinks=os.path.exists(file))  # of the link itself if it is dangling
-            line = f'{file}\n{status.st_size}\n{status.st_mtime_ns}\n'
-            digest.update(line.encode('utf-8', 'surrogateescape'))
-        return digest.hexdigest()
+            name = os.path.relpath(file, self.directory).encode('utf-8', 'surrogateescape')
+            files.update(b'%s\n%d\n' % (name, status.st_size))
+            times.update(b'%d\n' % status.st_mtime_ns)
+            total += status.st_size
+        if total > SMALL:
+            return {'files': files.hexdigest(), 'times': times.hexdigest()}
+        for file in self.files:
+            if os.path.exists(file):
+                files.update(Path(file).read_bytes())
+        return {'files': files.hexdigest()}
 
 
 class GeneratedSource:
@@ -91,11 +95,8 @@ class GeneratedSource:
         image, label = generate(self.seed, self.split, index, self.size, len(self.classes))
         return decode(image), label
 
-    def names(self) -> None:
-        return None
-
-    def contents(self) -> None:
-        return None
+    def digests(self) -> dict[str, str]:
+        return {}
 
 
 class HubSource:
@@ -144,11 +145,8 @@ class HubSource:
         file = image['path'] if image.get('bytes') is None else io.BytesIO(image['bytes'])
         return open_image(file, name, decode), int(row[self.label_key])
 
-    def names(self) -> str:
-        return self.dataset._fingerprint
-
-    def contents(self) -> str:
-        return self.dataset._fingerprint
+    def digests(self) -> dict[str, str]:
+        return {'dataset': self.dataset._fingerprint}
 
 
 class PartSource:
@@ -163,11 +161,8 @@ class PartSource:
     def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
         return self.whole.read(int(self.indices[index]), decode)
 
-    def names(self) -> list[object]:
-        return [self.whole.names(), hashlib.sha256(self.indices.tobytes()).hexdigest()]
-
-    def contents(self) -> list[object]:
-        return [self.whole.contents(), hashlib.sha256(self.indices.tobytes()).hexdigest()]
+    def digests(self) -> dict[str, str]:
+        return self.whole.digests() | {'indices': hashlib.sha256(self.indices.tobytes()).hexdigest()}
 
 
 def hold_out(source: Source, count: int, seed: int) -> tuple[PartSource, PartSource]:
@@ -236,12 +231,20 @@ def _load_hub(config: DataConfig, split: str) -> HubSource:
 
 
 def inventory(source: Source) -> dict[str, Any]:
-    """Returns plain values that change when classes or images of a split are added, removed or renamed."""
-    return {'classes': source.classes, 'images': len(source), 'digest': source.names()}
+    """Returns plain values that change when classes or images of a split are added, removed, renamed or modified."""
+    return {'classes': source.classes, 'images': len(source), **source.digests()}
 
 
-def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Returns how splits differ from before, one line per difference; both arguments are {split: inventory}."""
+def data_changes(
+    before: dict[str, Any], now: dict[str, Any], compared: Sequence[str] = ('files', 'times', 'dataset')
+) -> list[str]:
+    """Returns how splits differ from before, one line per difference.
+
+    Args:
+        before: inventories by split.
+        now: the same of the present data.
+        compared: names of the digests that are compared.
+    """
     lines = []
     for split, new in now.items():
         old = before[split]
@@ -256,6 +259,6 @@ def data_changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
             lines.append(f'{split}: classes in another order')
         if old['images'] != new['images']:
             lines.append(f'{split}: {old["images"]} → {new["images"]} images')
-        elif old['digest'] != new['digest']:
-            lines.append(f'{split}: other files, as many as before')
+        elif any(old.get(key) != new.get(key) for key in compared):
+            lines.append(f'{split}: other files, or other contents, as many as before')
     return lines

@@ -65,7 +65,7 @@ def _open_folder(path: Path, group_by: str | None) -> LabelledImages:
         )
     source = FolderSource(path)
     groups = _numbered([os.path.dirname(file) for file in source.files]) if group_by else None
-    return LabelledImages(source, source.classes, torch.tensor(source.labels), groups, source.contents())
+    return LabelledImages(source, source.classes, torch.tensor(source.labels), groups, source.digests())
 
 
 def _open_table(path: Path, table: Any, label: str, group_by: str | None) -> LabelledImages:

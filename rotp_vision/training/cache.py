@@ -20,7 +20,7 @@ from rotp_vision.data.workers import check_shared_memory, iterate, loading
 from rotp_vision.files import check_disk
 from rotp_vision.training.config import RunConfig
 from rotp_vision.training.model import map_shape, normalization
-from rotp_vision.training.processes import exit_status, fail_together, gather
+from rotp_vision.training.processes import exit_status, gather, together
 from rotp_vision.training.run import Run
 
 
@@ -88,7 +88,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
     if run.main:  # other machines may have copies of the images with other modification times
         settings = {key: value for key, value in asdict(data).items() if key not in ('workers', 'max_broken')}
         network = [config.model.name, config.model.kwargs, normalization(model), run.accelerator.mixed_precision]
-        images = [len(run.train), len(run.val), run.train.contents(), run.val.contents()]
+        images = [len(run.train), len(run.val), run.train.digests(), run.val.digests()]
         name = fingerprint(model, settings, config.seed, config.stage2.cache_repeats, network, images)
     cache = open_cache(run, model, gather(name)[0])
     filler = torch.zeros(data.image_size, data.image_size, 3, dtype=torch.uint8)
@@ -104,8 +104,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         if files:
             more = f' and {len(files) - 3} more' if len(files) > 3 else ''
             run.warn(f'{", ".join(files[:3])}{more} in {cache.directory} are {state} and are computed again')
-    problem = None
-    try:
+    with together():
         map_bytes = 2 * torch.Size(cache.val.shape).numel()
         check_shared_memory(data.workers, run.local_batch * map_bytes)
         if states and run.main:
@@ -113,9 +112,6 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
             parts = (*cache.train, cache.val)
             missing = sum(len(p.indices(i)) for p in parts for i in range(p.num_shards) if p.file(i).name in states)
             check_disk(cache.directory, missing * map_bytes, 'the feature cache needs', cure)
-    except OSError as error:
-        problem = error
-    fail_together(problem)
     if states:
         run.say(f'computing {len(states)} files of {cache.bytes / 2**20:.0f} MiB of feature maps in {cache.directory}')
 
@@ -135,7 +131,7 @@ def build_cache(run: Run, model: nn.Module) -> FeatureCache:
         if repeat is not None:
             keys = [[(repeat, index) for index in indices] for indices in keys]
         broken: list[str] = []
-        batches = run.on_device(chosen_batches(dataset, data.workers, keys)) if keys else iter(())
+        batches = map(run.prepare, chosen_batches(dataset, data.workers, keys)) if keys else iter(())
         for batch in maps.write(mine, run.local_batch, batches, compute):
             broken += batch.broken
             _check_stop(run)

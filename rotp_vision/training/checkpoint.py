@@ -4,8 +4,8 @@ A checkpoint is one file of `torch.save` with a SHA-256 digest behind it, becaus
 It is written under a temporary name, forced to disk and renamed; only then are older ones removed.
 """
 
-import errno
 import hashlib
+import io
 import re
 import shutil
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class Checkpoint(NamedTuple):
     progress: Progress
     config: dict[str, Any]
     model: dict[str, Tensor]
-    ema: dict[str, Tensor] | None
+    state_dict_ema: dict[str, Tensor] | None  # timm reads the weights under these two names
     others: dict[str, Any]  # states of the optimizer, the loss scaler and the random generators
 
 
@@ -68,7 +68,7 @@ def save_checkpoint(
     progress: Progress,
     config: Mapping[str, Any],
     model: Mapping[str, Tensor],
-    ema: Mapping[str, Tensor] | None = None,
+    state_dict_ema: Mapping[str, Tensor] | None = None,
     others: Mapping[str, Any] | None = None,
     keep: int = 2,
 ) -> Path:
@@ -77,21 +77,22 @@ def save_checkpoint(
     It also removes later checkpoints: the run would have continued from them if they were not damaged.
 
     Raises:
-        OSError: if writing fails, with a message that says whether the disk is full; earlier checkpoints are kept.
+        OSError: if writing fails; earlier checkpoints are kept.
     """
     path = directory / f'{progress.name}.pt'
-    # timm reads the weights under these names.
-    content = {'progress': asdict(progress), 'config': config, 'model': model, 'state_dict_ema': ema}
+    content = {'progress': asdict(progress), 'config': config, 'model': model, 'state_dict_ema': state_dict_ema}
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        buffer = io.BytesIO()
+        torch.save(content | {'others': others or {}}, buffer)
+        buffer.write(hashlib.sha256(buffer.getbuffer()).digest())
         with replacing(path) as temporary:
-            torch.save(content | {'others': others or {}}, temporary)
-            digest = _digest(temporary, temporary.stat().st_size)
-            with temporary.open('ab') as file:
-                file.write(digest)
+            temporary.write_bytes(buffer.getbuffer())
         force_to_disk(directory)
-    except (OSError, RuntimeError) as error:
-        raise _explained(error, directory) from error
+    except OSError as error:
+        raise OSError(
+            f'no checkpoint written to {directory}: {error.strerror}; the checkpoints before it are whole'
+        ) from error
     found = list_checkpoints(directory)
     earlier = [old for old in found if old.name <= path.name]
     later = [old for old in found if old.name > path.name]
@@ -99,16 +100,6 @@ def save_checkpoint(
         if old.stem not in progress.best:
             old.unlink()
     return path
-
-
-def _digest(path: Path, size: int) -> bytes:
-    """SHA-256 of the first `size` bytes of a file."""
-    digest = hashlib.sha256()
-    with path.open('rb') as file:
-        while block := file.read(min(1 << 20, size)):
-            digest.update(block)
-            size -= len(block)
-    return digest.digest()
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -139,16 +130,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
             f'optionally with --model.checkpoint {path / "model.safetensors"}'
         )
     try:
-        size = path.stat().st_size - hashlib.sha256().digest_size
-        with path.open('rb') as file:
-            file.seek(max(size, 0))
-            if size <= 0 or file.read() != _digest(path, size):
-                raise ValueError('its content is not what was written')
-        content = torch.load(path, map_location='cpu', weights_only=True)
-        progress = Progress(**content['progress'])
-        return Checkpoint(
-            path, progress, content['config'], content['model'], content['state_dict_ema'], content['others']
-        )
+        data = path.read_bytes()
+        if hashlib.sha256(memoryview(data)[:-32]).digest() != data[-32:]:
+            raise ValueError('its content is not what was written')
+        content = torch.load(io.BytesIO(data), map_location='cpu', weights_only=True)
+        content['progress'] = Progress(**content['progress'])
+        return Checkpoint(path, **content)
     except Exception as error:  # a damaged file may raise anything
         raise ValueError(f'{path} is not a whole checkpoint: {error!r}') from error
 
@@ -182,13 +169,3 @@ def find_checkpoint(directory: Path, resume: str) -> tuple[Checkpoint | None, li
     if candidates:
         raise ValueError(f'every checkpoint in {directory} is damaged: ' + '; '.join(warnings))
     return None, warnings
-
-
-def _explained(error: Exception, directory: Path) -> OSError:
-    """Returns the error as an OSError that says whether the disk is full; torch reports that as a RuntimeError."""
-    usage = shutil.disk_usage(directory if directory.exists() else directory.parent)
-    full = getattr(error, 'errno', None) in (errno.ENOSPC, errno.EDQUOT) or usage.free < 1 << 20
-    full = full or 'No space left' in str(error)
-    reason = 'the disk is full' if full else f'writing failed ({error})'
-    free = f'{usage.free / 2**30:.2f} GiB free'
-    return OSError(f'no checkpoint written to {directory}: {reason}, {free}; the checkpoints before it are whole')

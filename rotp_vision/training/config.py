@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -224,9 +224,10 @@ def parse_config(args: Sequence[str] | None = None, program: str = 'train_imagen
     parser.add_class_arguments(RunConfig, as_group=False)
     files: list[str] = []
     try:
-        args = list(_with_files(_normalized(sys.argv[1:] if args is None else args), files))
-        values = _plain(parser.parse_args(args).as_dict())
+        args = list(_prepared(sys.argv[1:] if args is None else args, files))
+        values = parser.parse_args(args).as_dict()
         del values['config']
+        values = json.loads(json.dumps(values))  # torch cannot store jsonargparse's subclasses of int and float
         groups = {item.name: item.type for item in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(item.type)}
         groups = {name: cls(**values[name]) for name, cls in groups.items()}  # type: ignore[operator]
         config = RunConfig(**(values | groups))
@@ -237,18 +238,6 @@ def parse_config(args: Sequence[str] | None = None, program: str = 'train_imagen
         print('\n'.join([f'{program}: error: {error}{read}', *old]), file=sys.stderr)
         raise SystemExit(2) from error
     return config
-
-
-def _plain(value: Any) -> Any:
-    """Returns values with plain ints and floats, which torch can store, instead of jsonargparse's subclasses."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_plain, value))
-    for kind in (int, float):
-        if isinstance(value, kind) and not isinstance(value, bool):
-            return kind(value)
-    return value
 
 
 def check_config(config: RunConfig) -> None:
@@ -310,20 +299,17 @@ def changed_epochs(old: Mapping[str, Any], new: Mapping[str, Any], stage: int, d
         ValueError: if that stage, or one before it, has already passed the new number.
     """
     lines = []
-    for number, key in enumerate(('stage1', 'stage2'), 1):
-        before, after = old[key]['epochs'], new[key]['epochs']
-        if before == after:
-            continue
-        if number < stage:
+    for number, key in enumerate(EPOCHS, 1):
+        before, after = (settings[f'stage{number}']['epochs'] for settings in (old, new))
+        if before != after and number < stage:
             raise ValueError(
-                f'stage {number} is over after its {before} epochs, {key}.epochs cannot become {after}: leave it at '
-                f'{before}, or start a new run with a checkpoint of that stage as --model.checkpoint'
+                f'stage {number} is over: leave {key} at {before}, or start a new run with a checkpoint of that stage '
+                'as --model.checkpoint'
             )
         if number == stage and after < done:
-            raise ValueError(f'{key}.epochs must be at least {done}, which are done or have begun, got {after}')
-        lines.append(
-            f'{key}.epochs: {before} → {after}; the learning rate follows the schedule of {after} epochs from here on'
-        )
+            raise ValueError(f'{key} must be at least {done}, which are done or have begun, got {after}')
+        if before != after:
+            lines.append(f'{key}: {before} → {after}; the learning rate now follows the schedule of {after} epochs')
     return lines
 
 
@@ -336,26 +322,25 @@ def flat(values: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _normalized(args: Sequence[str]) -> Iterator[str]:
-    """Yields `--global-batch-size=8 --dry-run` as `--global_batch_size=8 --dry_run=true`."""
+def _prepared(args: Sequence[str], files: list[str]) -> Iterator[str]:
+    """Yields `--config demo --global-batch-size=8 --dry-run` as `--config=….yaml --global_batch_size=8 --dry_run=true`.
+
+    The configuration files are added to `files`.
+    """
     switches = {item.name for item in dataclasses.fields(RunConfig) if item.type is bool}
-    for arg, following in zip(args, [*args, '--'][1:], strict=True):
+    rest = [*args]
+    while rest:
+        arg = rest.pop(0)
+        key, sign, value = arg[2:].partition('=')
+        key = key.replace('-', '_')
         if not arg.startswith('--'):
             yield arg
             continue
-        key, sign, value = arg[2:].partition('=')
-        key = key.replace('-', '_')
-        bare = key in switches and not sign and following.startswith('--')
-        yield f'--{key}=true' if bare else f'--{key}{sign}{value}'
-
-
-def _with_files(args: Iterable[str], files: list[str]) -> Iterator[str]:
-    """Yields the arguments with names of shipped configurations replaced by their files, which are added to `files`."""
-    before = ''
-    for arg in args:
-        key, sign, name = arg.partition('=')
-        if before == '--config' or (key == '--config' and sign):
-            files.append(config_file(name if sign and key == '--config' else arg))
-            arg = f'--config={files[-1]}' if sign and key == '--config' else files[-1]
-        yield arg
-        before = arg
+        if not sign and rest and not rest[0].startswith('--'):
+            sign, value = '=', rest.pop(0)
+        elif not sign and key in switches:
+            sign, value = '=', 'true'
+        if key == 'config':
+            value = config_file(value)
+            files.append(value)
+        yield f'--{key}{sign}{value}'

@@ -59,7 +59,7 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
     if stage == 2 and config.stage2.cache_features:
         cache = open_cache(run, model)
         facts['cache'] = f'{cache.bytes / 2**30:.2f} GiB of {cache.val.shape} maps in float16'
-    report.show_plan(run.console, f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts)
+    run.say(report.plan(f'Stage {stage}: with {NATIVE if stage == 1 else "ROTP"}', facts))
 
 
 def _images(run: Run) -> Iterator[str]:
@@ -86,7 +86,7 @@ def finish(run: Run, model: nn.Module, note: str) -> None:
     loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
     run.to_device(model)
     pools = described_pools(model)
-    report.show_summary(run.console, progress.summary, report.learned_weights(pools))
+    run.say(report.summary(progress.summary, report.learned_weights(pools)))
     if note:
         run.say(note)
     for title, metrics in progress.summary.items():

@@ -8,7 +8,6 @@ from typing import Any
 import timm
 import torch
 import torchvision
-from timm.layers import convert_sync_batchnorm  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, nn
 
 from rotp_vision.hub import (
@@ -77,7 +76,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     if not is_checkpoint(path) and not path.is_dir():
         return read_state_dict(path)
     checkpoint = load_checkpoint(path)
-    return checkpoint.ema or checkpoint.model
+    return checkpoint.state_dict_ema or checkpoint.model
 
 
 def published_classes(config: ModelConfig) -> int | None:
@@ -99,16 +98,6 @@ def convert_model(
     return convert(model, config.options, config.where)
 
 
-def synchronized(model: nn.Module) -> nn.Module:
-    """Returns the network with batch norm synchronised over processes.
-
-    timm's function keeps the activations of its norm layers, but only when it is called once.
-    """
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        return model
-    return convert_sync_batchnorm(model)
-
-
 def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_classes: int) -> nn.Module:
     """Returns the network of a checkpoint of a run, of an exported directory or of a weights file.
 
@@ -126,7 +115,7 @@ def load_for_evaluation(path: str, config: ModelConfig, pool: PoolConfig, num_cl
         model = build_model(ModelConfig(**(stored['model'] | {'pretrained': False, 'checkpoint': None})), num_classes)
         if checkpoint.progress.stage == 2:
             model = convert_model(model, PoolConfig(**stored['pool']), checkpoint.progress.pools)
-        model.load_state_dict(checkpoint.ema or checkpoint.model)
+        model.load_state_dict(checkpoint.state_dict_ema or checkpoint.model)
         return model
     if (directory / 'config.json').is_file():
         model = load_pretrained(directory)

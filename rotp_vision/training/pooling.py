@@ -132,7 +132,7 @@ def _labelled(run: Run, source: Source, broken: list[str]) -> Iterator[tuple[Ten
     """Yields images with the evaluation transform and their labels; adds the names of unreadable ones to `broken`."""
     # The batch size does not depend on the number of processes, so that rounding cannot change the choice.
     keys = shard_indices(len(source), BATCH, Shard(0, 1))
-    for batch in run.on_device(chosen_batches(ValImages(source, run.val_transform), run.config.data.workers, keys)):
+    for batch in map(run.prepare, chosen_batches(ValImages(source, run.val_transform), run.config.data.workers, keys)):
         broken += batch.broken
         if len(batch.labels):
             yield batch.images, batch.labels

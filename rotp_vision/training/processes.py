@@ -16,49 +16,50 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, LoggerType, broadcast, gather_object, parse_flag_from_env
 from filelock import FileLock, Timeout
-from torch import Tensor, nn
+from torch import nn
 
 from rotp_vision.data.workers import STOP_SIGNALS
 
 
-def num_launched() -> int:
-    """Number of processes that the launcher started, known before they are connected."""
-    return int(os.environ.get('WORLD_SIZE', '1'))
-
-
-def is_first_process() -> bool:
-    """Whether this is the main process, known before the processes are connected."""
-    return os.environ.get('RANK', '0') == '0'
+def this_process() -> str:
+    """Returns the rank and the machine of this process, for messages."""
+    return f'process {os.environ.get("RANK", "0")} on {socket.gethostname()}'
 
 
 def fail(error: object) -> NoReturn:
     """Ends the process with a message instead of a traceback; with several processes it says which one failed."""
-    who = ''
-    if num_launched() > 1:
-        who = f'process {os.environ.get("RANK")} on {socket.gethostname()}: '
+    who = f'{this_process()}: ' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else ''
     print(f'error: {who}{error}', file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
 def fail_once(error: object) -> NoReturn:
     """Ends the process because of an error that all processes have; only the main one prints it."""
-    if is_first_process():
+    if os.environ.get('RANK', '0') == '0':
         print(f'error: {error}', file=sys.stderr, flush=True)
     raise SystemExit(1)
 
 
-def fail_together(problem: Exception | None) -> None:
-    """Ends all processes if any has a problem; the main one prints each distinct problem once."""
-    problems = gather(None if problem is None else (str(problem), socket.gethostname()))
+@contextmanager
+def together(errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> Iterator[None]:
+    """Runs a block in all processes and ends them all if it raises in any; each distinct error is printed once.
+
+    Args:
+        errors: the expected errors.
+    """
+    found = None
+    try:
+        yield
+    except errors as error:
+        found = str(error), this_process()
+    problems = gather(found)
     reports: dict[str, list[str]] = {}
-    for rank, found in enumerate(problems):
-        if found is not None:
-            reports.setdefault(found[0], []).append(f'process {rank} on {found[1]}')
-    if not reports:
-        return
+    for text, who in filter(None, problems):
+        reports.setdefault(text, []).append(who)
     if len(reports) == 1 and None not in problems:
         fail_once(*reports)
-    fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in reports.items()))
+    if reports:
+        fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in reports.items()))
 
 
 def gather(value: Any) -> list[Any]:
@@ -68,7 +69,7 @@ def gather(value: Any) -> list[Any]:
 
 def check_launch(accelerator: Accelerator) -> None:
     """Raises if a launcher started several processes that are not connected, or if it shards the model."""
-    world = num_launched()
+    world = int(os.environ.get('WORLD_SIZE', '1'))
     if world > 1 and accelerator.num_processes == 1:
         raise RuntimeError(
             f'the launcher started {world} processes but each believes it is alone; on CPU set '
@@ -101,7 +102,7 @@ def check_shared(directory: Path, name: str) -> None:
     gather(None)  # until all processes have looked
     token.unlink(missing_ok=True)
     if problem:
-        raise ValueError(f'process {os.environ.get("RANK")} on {socket.gethostname()} {problem}')
+        raise ValueError(problem)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -138,33 +139,6 @@ def precision(setting: str) -> str | None:
     if 'ACCELERATE_MIXED_PRECISION' in os.environ or parse_flag_from_env('ACCELERATE_USE_CPU'):
         return None
     return 'bf16' if torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False) else None
-
-
-class HostCopy:
-    """Copies a tensor to the host without stalling the device.
-
-    Call `record` after queueing the forward pass and `read` after queueing the backward pass: `read` synchronises with
-    the end of the forward pass, while the device is busy with the backward pass.
-    """
-
-    def __init__(self, device: torch.device):
-        self.done = torch.cuda.Event() if device.type == 'cuda' else None
-        self.host: Tensor | None = None
-
-    def record(self, values: Tensor) -> None:
-        if self.done is None:
-            self.host = values.detach().clone()
-            return
-        if self.host is None:
-            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self.host.copy_(values.detach(), non_blocking=True)
-        self.done.record()
-
-    def read(self) -> list[float]:
-        assert self.host is not None
-        if self.done is not None:
-            self.done.synchronize()
-        return self.host.tolist()
 
 
 @contextmanager

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 from torch import nn
 
 from rotp_vision.files import write_atomically
 from rotp_vision.surgery.pools import described_pools
+from rotp_vision.tables import text_table
 from rotp_vision.training.checkpoint import Progress
 from rotp_vision.visualize import save_figure
 
@@ -73,31 +71,22 @@ def _csv_text(rows: Sequence[dict[str, Any]], *, header: bool) -> str:
     return text.getvalue()
 
 
-def show_plan(console: Console, title: str, facts: Mapping[str, object]) -> None:
-    """Prints facts about a stage, one per line."""
-    table = Table(title=title, title_justify='left', show_header=False, box=None, padding=(0, 2))
-    for name, value in facts.items():
-        table.add_row(name, escape(str(value)))
-    console.print(table)
+def plan(title: str, facts: Mapping[str, object]) -> str:
+    """Returns facts about a stage, one per line, below a title."""
+    width = max(map(len, facts))
+    return '\n'.join([f'\n{title}', *(f'  {name.ljust(width)}  {value}' for name, value in facts.items())])
 
 
-def show_summary(
-    console: Console, summary: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]
-) -> None:
-    """Prints tables of the accuracies and of the learned weights."""
-    table = Table(title='Validation', title_justify='left')
-    for column in ('pooling', 'top-1 %', 'top-5 %', 'loss', 'images'):
-        table.add_column(column, justify='left' if column == 'pooling' else 'right')
-    for name, row in summary.items():
-        table.add_row(
-            escape(name), f'{row["top1"]:.2f}', f'{row["top5"]:.2f}', f'{row["loss"]:.4f}', str(int(row['images']))
-        )
-    console.print(table)
+def summary(rows: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]) -> str:
+    """Returns tables of the accuracies and of the learned weights."""
+    lines = [['pooling', 'top-1 %', 'top-5 %', 'loss', 'images']]
+    for name, row in rows.items():
+        lines.append([name, f'{row["top1"]:.2f}', f'{row["top5"]:.2f}', f'{row["loss"]:.4f}', str(int(row['images']))])
+    text = f'\nValidation\n{text_table(lines)}\n'
     if weights:
-        table = Table('weight', 'value per iteration', title='Learned weights', title_justify='left')
-        for name, values in weights.items():
-            table.add_row(escape(name), '  '.join(f'{value:.4g}' for value in values))
-        console.print(table)
+        learned = [[name, '  '.join(f'{value:.4g}' for value in values)] for name, values in weights.items()]
+        text += f'\nLearned weights\n{text_table([["weight", "value per iteration"], *learned])}\n'
+    return text
 
 
 def learned_weights(pools: Mapping[str, nn.Module]) -> dict[str, list[float]]:

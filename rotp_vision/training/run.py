@@ -11,12 +11,10 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rotp_vision.data.loading import Batch, Shard, on_device, val_loader
+from rotp_vision.data.loading import Batch, Shard, val_loader
 from rotp_vision.data.sources import Source
 from rotp_vision.data.transforms import TrainTransform, ValTransform, normalized
 from rotp_vision.data.workers import iterate
@@ -38,7 +36,6 @@ class Run:
     config: RunConfig
     stored_config: dict[str, Any]  # as stored in checkpoints
     accelerator: Accelerator
-    console: Console
     train: Source
     val: Source
     held: Source | None  # training images held out for calibration; None to calibrate on any of `train`
@@ -68,12 +65,13 @@ class Run:
         return max(self.config.global_batch_size // self.shard.processes, 1)
 
     def say(self, text: object) -> None:
-        """Prints text, which is not markup, on the main process."""
-        self.console.print(text, soft_wrap=True, markup=False)
+        """Prints text on the main process."""
+        if self.main:
+            print(text, flush=True)
 
     def warn(self, text: str) -> None:
         """Prints a warning on the main process."""
-        self.console.print(f'[yellow]warning:[/] {escape(text)}', soft_wrap=True)
+        self.say(f'warning: {text}')
 
     def leave(self) -> NoReturn:
         """Ends the run after a signal and a checkpoint, and prints the command that continues it."""
@@ -109,10 +107,6 @@ class Run:
         mean, std = (torch.tensor(values, device=self.accelerator.device) for values in self.norm)
         return mean, std
 
-    def on_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yields prepared batches."""
-        return on_device(batches, self.prepare, self.accelerator.device)
-
     def sum(self, *values: float) -> list[float]:
         """Returns each value summed over the processes."""
         return [float(sum(column)) for column in zip(*gather(values), strict=True)]
@@ -141,7 +135,7 @@ class Run:
         model.eval()
         sums = torch.zeros(4, dtype=torch.float64, device=self.accelerator.device)
         broken: list[str] = []
-        for batch in self.on_device(batches):
+        for batch in map(self.prepare, batches):
             broken += batch.broken
             labels = batch.labels
             if not len(labels):

@@ -5,12 +5,12 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
-from rich.console import Console
+from timm.layers import convert_sync_batchnorm  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
 from rotp_vision.data.loading import split_batch, steps_per_epoch
@@ -30,79 +30,59 @@ from rotp_vision.training.processes import (
     check_trackers,
     fail,
     fail_once,
-    fail_together,
+    gather,
     hold,
-    is_first_process,
-    num_launched,
     precision,
+    together,
 )
 from rotp_vision.training.run import Run
 
 
-class Inputs(NamedTuple):
-    """The inputs of a run."""
-
-    train: Source
-    val: Source
-    held: Source | None  # training images held out for calibration
-    inventories: dict[str, Any]  # of both splits
-    checkpoint: Checkpoint | None  # to continue from
-    warnings: list[str]  # about damaged checkpoints
-
-
 def start(config: RunConfig) -> tuple[Run, nn.Module]:
     """Returns a run and its model, with the native pooling unless the run evaluates another; exits on any error."""
-    writes_nothing = config.dry_run or config.evaluate is not None
-    # Errors in data and checkpoint are found before a GPU is used. Several processes connect first, to report such an
-    # error once, and end before the model is built.
-    inputs, problem = None, None
-    try:
-        inputs = _open_inputs(config, writes_nothing)
-    except (ValueError, OSError) as error:
-        problem = error
-        if num_launched() == 1:
-            fail(error)
-    accelerator = _connect(config, writes_nothing)
-    fail_together(problem)
-    assert inputs is not None
-    console = Console(quiet=not accelerator.is_main_process, highlight=False)
+    writes = config.evaluate is None and not config.dry_run
+    accelerator = _connect(config, writes)
     stored = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
-    news, checkpoint = list[str](), inputs.checkpoint
-    warnings = inputs.warnings
-    if checkpoint is not None:
-        try:
-            news = _check_continuation(config, stored, checkpoint, inputs.inventories, warnings)
-        except ValueError as error:
-            problem = error
-        fail_together(problem)
-    if accelerator.num_processes > 1 and not writes_nothing and config.stage2.epochs and config.stage2.cache_features:
-        try:
+    checkpoint, warnings, news = None, list[str](), list[str]()
+    with together():
+        train, val = open_sources(config.data, config.seed)
+        inventories = {'train': inventory(train), 'val': inventory(val)}
+        train, held = _hold_out(config, train)
+        if writes and accelerator.is_main_process:
+            check_writable(Path(config.output))
+            if Path(config.output).is_dir():
+                hold(Path(config.output))
+    of_main = gather(inventories)[0]
+    with together():
+        # Copies of the images on other machines may have other modification times.
+        if lines := data_changes(of_main, inventories, ['files']):
+            raise ValueError('the images are not those of process 0:\n  ' + '\n  '.join(lines))
+        if writes:
+            checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
+        if checkpoint is not None:
+            news = _check_continuation(config, stored, checkpoint, of_main, warnings)
+    found = gather(checkpoint.path.name if checkpoint else None)
+    if len({*found}) > 1:
+        fail_once(f'processes find different checkpoints ({found}): --output must be on storage that all nodes share')
+    if accelerator.num_processes > 1 and writes and config.stage2.epochs and config.stage2.cache_features:
+        with together():
             check_shared(cache_directory(config), 'stage2.cache_dir')
-        except ValueError as error:
-            problem = error
-    fail_together(problem)
 
     seed_all(config.seed)  # every process initialises the same model
-    model, new_classifier = None, list[str]()
-    with accelerator.main_process_first():
-        try:
-            model = _make_model(config, len(inputs.train.classes), accelerator.num_processes, new_classifier.append)
-        except (ValueError, OSError, RuntimeError, TypeError, AssertionError) as error:
-            problem = error
-    fail_together(problem)
-    assert model is not None
+    new_classifier = list[str]()
+    with together((ValueError, OSError, RuntimeError, TypeError, AssertionError)):
+        model = _make_model(config, len(train.classes), accelerator.num_processes, new_classifier.append)
     progress = checkpoint.progress if checkpoint else Progress(stage=1 if config.stage1.epochs else 2)
-    progress.data = inputs.inventories
+    progress.data = of_main
     begins_trained = bool(config.model.checkpoint) or config.model.pretrained
     train_transform, val_transform = transforms(config.data, *normalization(model))
     run = Run(
         config=config,
         stored_config=stored,
         accelerator=accelerator,
-        console=console,
-        train=inputs.train,
-        val=inputs.val,
-        held=inputs.held,
+        train=train,
+        val=val,
+        held=held,
         train_transform=train_transform,
         val_transform=val_transform,
         norm=normalization(model),
@@ -118,40 +98,34 @@ def start(config: RunConfig) -> tuple[Run, nn.Module]:
     return run, model
 
 
-def _open_inputs(config: RunConfig, writes_nothing: bool) -> Inputs:
-    """Opens data and checkpoint of a run, and checks that it can write; raises ValueError or OSError."""
-    train, val = open_sources(config.data, config.seed)
-    inventories, held = {'train': inventory(train), 'val': inventory(val)}, None
-    if config.evaluate is None:
-        begins_trained = config.stage1.epochs or config.model.pretrained or config.model.checkpoint
-        count = min(config.stage2.calibrate, len(train) // 5) if config.stage2.epochs and begins_trained else 0
-        if count:
-            train, held = hold_out(train, count, config.seed)
-        try:
-            steps_per_epoch(len(train), config.global_batch_size)
-        except ValueError as error:
-            more = f'; {len(held)} more are held out by stage2.calibrate' if held is not None else ''
-            raise ValueError(f'{error}{more}') from error
-    if writes_nothing:
-        return Inputs(train, val, held, inventories, None, [])
-    check_trackers(config.trackers)
-    if is_first_process():
-        check_writable(Path(config.output))
-        if Path(config.output).is_dir():
-            hold(Path(config.output))
-    return Inputs(train, val, held, inventories, *find_checkpoint(Path(config.output) / 'checkpoints', config.resume))
+def _hold_out(config: RunConfig, train: Source) -> tuple[Source, Source | None]:
+    """Returns the images to train on, and those held out for calibration."""
+    if config.evaluate is not None:
+        return train, None
+    held, more = None, ''
+    begins_trained = config.stage1.epochs or config.model.pretrained or config.model.checkpoint
+    count = min(config.stage2.calibrate, len(train) // 5) if config.stage2.epochs and begins_trained else 0
+    if count:
+        train, held = hold_out(train, count, config.seed)
+        more = f'; {count} more are held out by stage2.calibrate'
+    try:
+        steps_per_epoch(len(train), config.global_batch_size)
+    except ValueError as error:
+        raise ValueError(f'{error}{more}') from error
+    return train, held
 
 
-def _connect(config: RunConfig, writes_nothing: bool) -> Accelerator:
+def _connect(config: RunConfig, writes: bool) -> Accelerator:
     """Connects the processes."""
     if config.deterministic:
         os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
         torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = not config.deterministic
     try:
+        check_trackers(config.trackers)
         accelerator = Accelerator(
             mixed_precision=precision(config.mixed_precision),
-            log_with=None if writes_nothing else [*config.trackers] or None,
+            log_with=[*config.trackers] if writes and config.trackers else None,
             project_dir=config.output,
             # The script accumulates gradients itself. Without this an environment variable could scale them again.
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
@@ -206,7 +180,7 @@ def _make_model(config: RunConfig, num_classes: int, processes: int, notify: Cal
     trains = bool(config.stage1.epochs) or config.stage2.train != 'pool'
     model = build_model(config.model, num_classes, new_classifier=trains, notify=notify)
     _check_stages(config, model)
-    return model
+    return convert_sync_batchnorm(model) if config.sync_batchnorm and processes > 1 else model
 
 
 def _check_stages(config: RunConfig, model: nn.Module) -> None:

@@ -1,21 +1,15 @@
 import multiprocessing
-import random
 import shutil
 from collections import namedtuple
 
-import numpy as np
 import pytest
 import torch
 
 from rotp_vision.data import workers as module
 from rotp_vision.data.config import DataConfig
 from rotp_vision.data.loading import (
-    Batch,
-    Sample,
     Schedule,
     Shard,
-    collate,
-    on_device,
     split_batch,
     train_batches,
     val_loader,
@@ -52,9 +46,13 @@ def assert_same(left, right):
 def test_a_batch_depends_on_epoch_and_step_alone():
     whole = batches(generated())
     assert len(whole) == 4  # the last 2 of 18 images are left out
-    random.random(), np.random.rand(), torch.rand(1)  # noqa: NPY002
+    before = random_state()
     assert_same(whole[2:], batches(generated(), start=2))
     assert_same(whole[1:], batches(generated(workers=2), start=1))
+    after = random_state()  # which loading does not change
+    assert before['python'] == after['python']
+    assert before['torch'].equal(after['torch'])
+    assert before['numpy'][1].equal(after['numpy'][1])
     other = batches(generated(), epoch=2)
     assert not other[0].images.equal(whole[0].images)
     # Workers go on from one epoch to the next.
@@ -93,63 +91,6 @@ def test_shared_memory_that_is_too_small_is_said(monkeypatch):
         check_shared_memory(8, 3 * 2**20)
 
 
-def test_the_next_batch_is_copied_while_one_is_in_use(monkeypatch):
-    """The order of what is queued on a GPU, without one."""
-    queued = []
-
-    class Stream:
-        def __init__(self, *args):
-            pass
-
-        def __enter__(self):
-            queued.append('side')
-
-        def __exit__(self, *args):
-            queued.append('main')
-
-        def wait_stream(self, other):
-            queued.append('wait')
-
-    class Tensor:
-        def __init__(self, name):
-            self.name = name
-
-        def record_stream(self, stream):
-            queued.append(f'hold {self.name}')
-
-    monkeypatch.setattr(torch.cuda, 'Stream', Stream)
-    monkeypatch.setattr(torch.cuda, 'stream', lambda stream: stream)
-    monkeypatch.setattr(torch.cuda, 'current_stream', lambda device: Stream())
-
-    def prepare(batch):
-        queued.append(f'copy {batch.broken[0]}')
-        return batch
-
-    batches = (Batch(Tensor(f'i{n}'), Tensor(f'l{n}'), [f'{n}']) for n in range(3))
-    for batch in on_device(batches, prepare, torch.device('cuda', 0)):
-        queued.append(f'use {batch.broken[0]}')
-    copies = [['side', f'copy {n}', 'main'] for n in range(3)]
-    waits = [['wait', f'hold i{n}', f'hold l{n}'] for n in range(3)]
-    expected = [*copies[0], *waits[0], *copies[1], 'use 0', *waits[1], *copies[2], 'use 1', *waits[2], 'use 2']
-    assert queued == expected
-    assert [batch.images for batch in on_device([Batch(1, 2, [])], lambda b: b, torch.device('cpu'))] == [1]
-
-
-def test_a_batch_without_a_readable_image_is_empty():
-    batch = collate([Sample(None, -1, ['a'])])
-    assert (len(batch.labels), batch.broken, batch.erased) == (0, ['a'], None)
-
-
-def test_loading_leaves_the_generators_alone():
-    before = random_state()
-    batches(generated())
-    batches(generated(workers=1))
-    after = random_state()
-    assert before['python'] == after['python']
-    assert before['torch'].equal(after['torch'])
-    assert before['numpy'][1].equal(after['numpy'][1])
-
-
 @pytest.mark.parametrize('accumulation', [1, 2])
 def test_a_step_has_the_same_images_on_any_number_of_processes(accumulation):
     alone = batches(generated(), accumulation=accumulation)
@@ -180,19 +121,13 @@ def test_evaluation_sees_every_image_exactly_once(processes):
     assert images.equal(direct[order])
 
 
-def test_an_unreadable_training_image_is_replaced_and_named(folder):
+def test_an_unreadable_image_is_named_and_replaced_in_training_alone(folder):
     config = DataConfig(path=str(folder), image_size=16, workers=0)
     found = batches(config)
-    broken = [name for batch in found for name in batch.broken]
-    assert broken == [str(folder / 'train/a/1.png')]
+    assert [name for batch in found for name in batch.broken] == [str(folder / 'train/a/1.png')]
     assert all(len(batch.labels) == 4 for batch in found)
     assert_same(found[1:], batches(config, start=1))
-
-
-def test_an_unreadable_validation_image_is_left_out_and_named(folder):
-    config = DataConfig(path=str(folder), image_size=16, workers=0)
     _, source = open_sources(config, 0)
-    _, transform = transforms(config, *NORM)
-    found = list(val_loader(source, transform, config, 3, ALONE))
-    assert sum(len(batch.labels) for batch in found) == 6
-    assert [name for batch in found for name in batch.broken] == [str(folder / 'val/b/2.png')]
+    found = list(val_loader(source, transforms(config, *NORM)[1], config, 1, ALONE))
+    assert [len(batch.labels) for batch in found] == [1, 1, 1, 1, 1, 1, 0]
+    assert found[-1].broken == [str(folder / 'val/b/2.png')]

@@ -1,7 +1,11 @@
+import os
+import shutil
+
 import numpy as np
 import pytest
 from PIL import Image
 
+from rotp_vision.data import sources
 from rotp_vision.data.config import DataConfig
 from rotp_vision.data.sources import FolderSource, HubSource, data_changes, hold_out, inventory, open_sources
 from rotp_vision.images import UnreadableImage
@@ -46,24 +50,34 @@ def test_wrong_folders_are_refused_before_anything_runs(folder, tmp_path):
     assert '2 to 8' in refusal(source='generated', num_classes=9)
 
 
-def test_a_folder_is_known_by_names_and_contents(tmp_path):
-    def images(root):
-        for name in 'ab':
-            (root / name).mkdir(parents=True)
-            Image.new('RGB', (8, 8)).save(root / name / '0.png')
-        return FolderSource(root)
+@pytest.mark.parametrize('small', [True, False])
+def test_a_folder_is_known_by_its_files(tmp_path, monkeypatch, small):
+    if not small:
+        monkeypatch.setattr(sources, 'SMALL', 0)
+    for name in 'ab':
+        (tmp_path / 'first' / name).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(tmp_path / 'first' / name / '0.png')
 
-    first = images(tmp_path / 'first')
-    assert first.names() == images(tmp_path / 'second').names()
-    names, contents = first.names(), first.contents()
-    Image.new('RGB', (9, 9), (255, 0, 0)).save(tmp_path / 'first/a/0.png')
-    assert FolderSource(tmp_path / 'first').names() == names
-    assert FolderSource(tmp_path / 'first').contents() != contents
+    def digests(root='first'):
+        return FolderSource(tmp_path / root).digests()
+
+    before = digests()
+    shutil.copytree(tmp_path / 'first', tmp_path / 'copy')  # with the times
+    assert digests('copy') == before
+    file = tmp_path / 'copy/a/0.png'
+    os.utime(file, (0, 0))
+    assert digests('copy')['files'] == before['files']
+    assert (digests('copy') == before) == small
+    content, times = bytearray(file.read_bytes()), file.stat()
+    content[-1] ^= 1
+    file.write_bytes(content)  # as long as before
+    assert digests('copy') != before
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert (digests('copy')['files'] != before['files']) == small
     (tmp_path / 'first/a/dangling.png').symlink_to('nowhere')
-    source = FolderSource(tmp_path / 'first')
-    assert source.contents()
+    assert digests() != before
     with pytest.raises(UnreadableImage, match='dangling'):
-        source.read(1)
+        FolderSource(tmp_path / 'first').read(1)
 
 
 @pytest.fixture(scope='module')
@@ -113,7 +127,9 @@ def test_an_inventory_of_a_hub_set_is_the_same_until_the_set_is_another(parquet,
     splits = datasets.load_from_disk(str(parquet / 'arrow'))
     splits['train'] = splits['train'].select(range(11, -1, -1))
     splits.save_to_disk(tmp_path / 'other')
-    assert data_changes(before, train(tmp_path / 'other')) == ['train: other files, as many as before']
+    assert data_changes(before, train(tmp_path / 'other')) == [
+        'train: other files, or other contents, as many as before'
+    ]
 
 
 @pytest.mark.parametrize('names', [['a', 'b'], None])

@@ -66,14 +66,14 @@ def test_going_on_from_an_earlier_point_beside_later_ones_is_refused(tmp_path):
         find_checkpoint(tmp_path, str(early))
 
 
-@pytest.mark.parametrize('damage', ['truncated', 'flipped', 'empty', 'missing digest'])
+@pytest.mark.parametrize('damage', ['truncated', 'flipped', 'empty'])
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     save(tmp_path, epoch=1, value=1.0)
     last = save(tmp_path, epoch=2, value=2.0)
     content = bytearray(last.read_bytes())
     if damage == 'flipped':
         content[len(content) // 3] ^= 0xFF
-    size = {'truncated': len(content) // 2, 'flipped': len(content), 'empty': 0, 'missing digest': len(content) - 32}
+    size = {'truncated': len(content) // 2, 'flipped': len(content), 'empty': 0}
     last.write_bytes(content[: size[damage]])
     found, warnings = find_checkpoint(tmp_path, 'auto')
     assert found is not None
@@ -88,7 +88,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage):
     assert found.model['weight'][0] == 3.0
 
 
-@pytest.mark.parametrize('content', [b'', b'text', b'\x80\x04cos\nsystem\n.', b'PK\x03\x04'])
+@pytest.mark.parametrize('content', [b'', b'\x80\x04cos\nsystem\n.', b'PK\x03\x04'])
 @pytest.mark.filterwarnings('ignore:Detected pickle protocol')
 def test_an_unreadable_file_with_the_right_digest_is_skipped(tmp_path, content):
     save(tmp_path, epoch=1)
@@ -120,42 +120,19 @@ def test_all_damaged_is_an_error_and_nothing_is_a_start(tmp_path):
         find_checkpoint(tmp_path, str(path))
 
 
-@pytest.mark.parametrize(
-    'error', [OSError(errno.ENOSPC, 'No space left'), RuntimeError('unexpected pos; No space left')]
-)
-def test_full_disk_says_so_and_leaves_the_one_before(tmp_path, monkeypatch, error):
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     save(tmp_path, epoch=1, value=1.0)
 
     def full(*args):
-        raise error
+        raise OSError(errno.ENOSPC, 'No space left on device')
 
-    monkeypatch.setattr(*((files, 'force_to_disk') if isinstance(error, OSError) else (torch, 'save')), full)
-    with pytest.raises(OSError, match='the disk is full'):
+    monkeypatch.setattr(files, 'force_to_disk', full)
+    with pytest.raises(OSError, match=r'no checkpoint written to .*: No space left on device; .* before it are whole'):
         save(tmp_path, epoch=2)
     assert names(tmp_path) == ['stage1-epoch0001-step000000']
     found, _ = find_checkpoint(tmp_path, 'auto')
     assert found is not None
     assert found.model['weight'][0] == 1.0
-
-
-def test_an_interrupted_save_is_not_seen(tmp_path, monkeypatch):
-    save(tmp_path, epoch=1)
-
-    class Killed(BaseException):
-        pass
-
-    def die(*args):
-        raise Killed
-
-    monkeypatch.setattr(files, 'force_to_disk', die)
-    with pytest.raises(Killed):
-        save(tmp_path, epoch=2)
-    monkeypatch.undo()
-    found, warnings = find_checkpoint(tmp_path, 'auto')
-    assert found is not None
-    assert (found.progress.epoch, warnings) == (1, [])
-    save(tmp_path, epoch=2)
-    assert names(tmp_path) == ['stage1-epoch0001-step000000', 'stage1-epoch0002-step000000']
 
 
 def test_random_state_comes_back_through_a_file(tmp_path):

@@ -15,7 +15,6 @@ from rotp_vision.training.model import (
     load_for_evaluation,
     map_shape,
     normalization,
-    synchronized,
 )
 
 TINY = ModelConfig('test_resnet', kwargs={'drop_rate': 0.1})
@@ -153,13 +152,3 @@ def test_map_shape_and_what_has_none(trained):
         map_shape(torch.nn.Linear(2, 2), 32)
     with pytest.raises(ValueError, match=r'needs maps \(B, C, H, W\)'):
         map_shape(timm.create_model('test_vit'), 160)
-
-
-def test_statistics_over_all_processes_change_nothing_else():
-    """Of a network whose norm layers have activations, in stage 1 and once more in stage 2."""
-    model = timm.create_model('test_efficientnet').eval()
-    expected = model(IMAGES)
-    for _ in range(2):
-        model = synchronized(model)
-        assert any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules())
-        torch.testing.assert_close(model(IMAGES), expected)

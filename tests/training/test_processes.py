@@ -1,4 +1,3 @@
-import math
 import os
 import signal
 import socket
@@ -10,17 +9,13 @@ from accelerate.utils import DistributedType, LoggerType
 
 from rotp_vision.training import processes
 from rotp_vision.training.processes import (
-    HostCopy,
     check_launch,
-    check_shared,
     check_trackers,
     fail,
-    fail_once,
-    fail_together,
-    gather,
     hold,
     precision,
     stop_signals,
+    together,
 )
 from tests.training.runs import FORKS
 
@@ -59,14 +54,10 @@ def test_signals_are_remembered_and_a_second_interrupt_ends(default_signals):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_an_ignored_signal_stays_ignored(default_signals):
-    """As under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with stop_signals() as caught:
         os.kill(os.getpid(), signal.SIGHUP)
-        assert caught == []
+        assert caught == []  # as under nohup
 
 
 def hold_and_say(place, said, killed=False):
@@ -105,58 +96,41 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_a_process_that_fails_says_which_it_is(monkeypatch, capsys):
-    def said(function, *args):
-        with pytest.raises(SystemExit) as caught:
-            function(*args)
-        assert caught.value.code == 1
+    here, others = socket.gethostname(), []
+    monkeypatch.setattr(processes, 'gather', lambda value: [value, *others])
+
+    def said(*problems):
+        others[:] = problems[1:]
+        with pytest.raises(SystemExit), together():  # noqa: PT012
+            if problems[0]:
+                raise ValueError(problems[0])
         return capsys.readouterr().err
 
-    assert said(fail, 'the disk is full') == 'error: the disk is full\n'
+    with pytest.raises(SystemExit):
+        fail('the disk is full')
+    assert capsys.readouterr().err == 'error: the disk is full\n'
+    assert said('a', ('a', 'process 1 on n1')) == 'error: a\n'
+    assert said('', ('b', 'process 1 on n1'), None) == 'error: process 1 on n1: b\n'
+    others[:] = [None]
+    with together():  # no process fails
+        pass
     monkeypatch.setenv('WORLD_SIZE', '3')
     monkeypatch.setenv('RANK', '2')
-    here = socket.gethostname()
-    assert said(fail, 'the disk is full') == f'error: process 2 on {here}: the disk is full\n'
-    assert said(fail_once, 'what all know') == ''
-    monkeypatch.setenv('RANK', '0')
-    assert said(fail_once, 'what all know') == 'error: what all know\n'
-
-    monkeypatch.setattr(processes, 'gather', lambda value: [value, *others])
-    others = [('a', 'n1'), ('a', 'n1')]
-    assert said(fail_together, ValueError('a')) == 'error: a\n'
-    others = [None, ('b', 'n1')]
-    assert said(fail_together, None) == 'error: process 2 on n1: b\n'
-    others = [None, None]
-    fail_together(None)
-
-
-def test_a_host_copy_reads_what_was_recorded():
-    copy, values = HostCopy(torch.device('cpu')), torch.tensor([0.25, math.nan], requires_grad=True)
-    copy.record(values)
-    with torch.no_grad():
-        values += 1  # as the next step does; the recorded values stay
-    first, second = copy.read()
-    assert first == 0.25
-    assert math.isnan(second)
+    assert said('a', None) == ''  # process 0 says it
+    with pytest.raises(SystemExit):
+        fail('the disk is full')
+    assert capsys.readouterr().err == f'error: process 2 on {here}: the disk is full\n'
 
 
 def test_auto_is_bf16_on_a_gpu_that_has_it(monkeypatch):
     for name in ('ACCELERATE_MIXED_PRECISION', 'ACCELERATE_USE_CPU'):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
-    assert (precision('auto'), precision('bf16')) == (None, 'bf16')
-    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: including_emulation)
-    assert precision('auto') is None  # which only imitates it
-    monkeypatch.setattr(torch.cuda, 'is_bf16_supported', lambda including_emulation: True)
-    assert (precision('auto'), precision('no')) == ('bf16', 'no')
+    assert precision('bf16') == 'bf16'
+    for gpu, native, expected in ((False, True, None), (True, False, None), (True, True, 'bf16')):
+        monkeypatch.setattr(torch.cuda, 'is_available', lambda gpu=gpu: gpu)
+        monkeypatch.setattr(
+            torch.cuda, 'is_bf16_supported', lambda including_emulation, native=native: including_emulation or native
+        )
+        assert precision('auto') == expected
     monkeypatch.setenv('ACCELERATE_MIXED_PRECISION', 'fp16')
     assert precision('auto') is None  # the launcher's
-    monkeypatch.delenv('ACCELERATE_MIXED_PRECISION')
-    monkeypatch.setenv('ACCELERATE_USE_CPU', 'true')
-    assert precision('auto') is None
-
-
-def test_one_process_agrees_with_itself(tmp_path):
-    assert gather('a') == ['a']
-    check_shared(tmp_path / 'cache', 'stage2.cache_dir')
-    assert not any((tmp_path / 'cache').iterdir())

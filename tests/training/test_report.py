@@ -1,12 +1,10 @@
 import csv
-import io
 
 import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
-from rich.console import Console
 
 import rotp_vision
 from rotp_vision.training import report
@@ -44,10 +42,8 @@ def test_pictures_and_tables(tmp_path, converted):
     report.plot_curves(tmp_path / 'curves.png', epochs)
     assert np.asarray(Image.open(tmp_path / 'curves.png')).std() > 1
 
-    console = Console(file=io.StringIO(), width=100)
     learned = report.learned_weights(rotp_vision.rot_pools(converted))
     assert learned['global_pool.smoothness'] == pytest.approx([1.0])
-    report.show_summary(console, {'native pooling': {'top1': 61.5, 'top5': 99.0, 'loss': 1.0, 'images': 7}}, learned)
-    text = console.file.getvalue()
+    text = report.summary({'native pooling': {'top1': 61.5, 'top5': 99.0, 'loss': 1.0, 'images': 7}}, learned)
     assert '61.50' in text
     assert 'global_pool.smoothness' in text
