@@ -21,7 +21,8 @@ class DataConfig:
         num_classes: classes the data must have; unset takes what is found (`generated` has at most 8).
         image_size: side of the network's square input, in pixels.
         crop_pct: share of the resized image that evaluation keeps.
-        scale: smallest and largest share of the image's area a random training crop takes; (1, 1) crops nothing.
+        scale: smallest and largest share of the image's area a random training crop takes. With (1, 1) it takes the
+            whole image if the image's aspect ratio is within `ratio`, and the largest centred crop in `ratio` if not.
         ratio: smallest and largest aspect ratio of a random training crop.
         hflip: probability of a horizontal flip.
         color_jitter: strength of colour jitter.
