@@ -21,7 +21,7 @@ BELOW = {
     **dict.fromkeys(TOOLS, NETWORKS | {'extras', 'files', 'images', 'tables'}),
     'evaluation': NETWORKS | {'calibration', 'data', 'images', 'tables'},
     'data': NETWORKS | {'files', 'images'},
-    'training': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images'},
+    'training': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables'},
     'probing': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables'},
     'cli': NETWORKS | TOOLS | {'probing', 'training', 'extras', 'files', 'tables'},
     'run': {'__init__'},
