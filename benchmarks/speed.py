@@ -3,8 +3,9 @@
     python -m benchmarks.speed                      # writes speed.md
     python -m benchmarks.speed --before ../checkout # also the layers of another commit, checked out there
 
-All rows of a table are timed in turns, in one process, so that other load affects them alike. Multiples do not carry
-over to other machines, so the tables name the processor and its vector instructions.
+All rows of a table are timed in turns, in one process, and the fastest of several runs counts, so that other load
+affects them little and alike. Multiples do not carry over to other machines, so the tables name the processor and its
+vector instructions.
 """
 
 import argparse
@@ -128,16 +129,16 @@ def peers(channels: int) -> dict[str, nn.Module]:
     return pools
 
 
-def medians(steps: Mapping[str, Callable[[], None]], timing: Timing) -> dict[str, float]:
-    """Seconds of each step, all taking turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def fastest(steps: Mapping[str, Callable[[], None]], timing: Timing) -> dict[str, float]:
+    """Seconds of the fastest run of each step, all taking turns."""
+    times = dict.fromkeys(steps, float('inf'))
     for i in range(timing.repeats + 2):
         for name, step in steps.items():
             start = timing.now()
             step()
             if i >= 2:
-                times[name].append(timing.now() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name] = min(times[name], timing.now() - start)
+    return times
 
 
 def training_step(pool: nn.Module, maps: Tensor) -> Callable[[], None]:
@@ -175,8 +176,8 @@ def saved_multiple(pool: nn.Module, maps: Tensor) -> float:
 
 def cost_rows(shape: str, pools: Pools, maps: Tensor, timing: Timing) -> list[Row]:
     """A row for each pool, with its times as multiples of GeM's."""
-    times = medians({name: training_step(pool, maps) for name, pool in pools.items()}, timing)
-    inference = medians({name: inference_step(pool, maps) for name, pool in pools.items()}, timing)
+    times = fastest({name: training_step(pool, maps) for name, pool in pools.items()}, timing)
+    inference = fastest({name: inference_step(pool, maps) for name, pool in pools.items()}, timing)
     return [
         {
             'map': shape,
@@ -252,7 +253,7 @@ def step_share(timing: Timing) -> str:
     maps = torch.randn(32, 2048, 7, 7).abs().requires_grad_()
     pools = {'average': nn.AdaptiveAvgPool2d(1), 'GeM': GeM(), 'the default': GlobalROTPool2d()}
     steps = {'step': step} | {name: training_step(pool, maps) for name, pool in pools.items()}
-    times = medians(steps, timing._replace(repeats=min(timing.repeats, 5)))
+    times = fastest(steps, timing._replace(repeats=min(timing.repeats, 5)))
     shares = ', '.join(f'{name} {100 * times[name] / times["step"]:.2f} %' for name in pools)
     return f'Of a ResNet-50 training step at 224 px, batch 32 ({times["step"]:.2f} s): {shares}.'
 
@@ -288,7 +289,7 @@ def main() -> None:
     torch.manual_seed(0)
     vectors = torch.backends.cpu.get_cpu_capability()
     machine = f'{processor()} ({vectors}), {args.threads} threads, torch {torch.__version__}, float32'
-    parts = [f'# What pooling costs\n\n{machine}. Forward and backward, medians.']
+    parts = [f'# What pooling costs\n\n{machine}. Forward and backward, the fastest of several runs.']
     for name, table in {'layouts': layout_rows, 'pools': pool_rows, 'local': local_rows}.items():
         if name in args.tables:
             parts.append(to_markdown(table(timing, before)))

@@ -1,6 +1,7 @@
 """Shared by the layers: options, learnable weights, pooling of sets (B, D, N), and shapes of feature maps."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,10 +17,15 @@ class OneNode(nn.Module):
     """A module that every tracer of `torch.fx` keeps as one `call_module` node, as it does with torch's own modules.
 
     A forward that reads shapes in Python cannot be traced symbolically, and by default tracers look into modules that
-    are not torch's.
+    are not torch's. `torch.jit.trace` warns of every such read. Here they check shapes and choose between equal
+    orders of computation, so a trace is right for maps of any batch and size, and the warnings are silenced.
     """
 
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+            with warnings.catch_warnings():
+                warnings.simplefilter('ignore', torch.jit.TracerWarning)
+                return super().__call__(x, *args, **kwargs)
         if not isinstance(x, fx.Proxy):
             return super().__call__(x, *args, **kwargs)
         tracer: Any = x.tracer

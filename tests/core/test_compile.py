@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+import warnings
 from pathlib import Path
 from sysconfig import get_path
 
@@ -38,7 +39,7 @@ def assert_close(actual, expected):
     """About 1e-6 apart, relative to the largest value."""
     for one, other in zip(actual, expected, strict=True):
         if one is not None or other is not None:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6 * max(1.0, float(other.abs().max())))
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6 * max(1.0, float(other.detach().abs().max())))
 
 
 @every_layer
@@ -101,10 +102,14 @@ def test_an_onnx_file_runs_as_the_layer(make, tmp_path):
 
 
 @every_layer
-def test_a_trace_is_of_any_batch(make):
+def test_a_trace_is_of_any_batch_and_size_and_warns_of_nothing(make):
     layer = make()
-    traced = torch.jit.trace(layer, maps(3))
-    assert_close([traced(maps(5))], [layer(maps(5))])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', torch.jit.TracerWarning)
+        traced = torch.jit.trace(layer, maps(3))
+    for shape in ((5, 6, 5, 4), (2, 6, 9, 8), (1, 6, 2, 3)):
+        x = random(*shape, dtype=torch.float32)
+        assert_close([traced(x)], [layer(x)])
 
 
 @few_layers
