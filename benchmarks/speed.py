@@ -16,6 +16,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,7 +107,9 @@ def layers_before(checkout: Path) -> Any:
     ours = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split('.')[0] == 'rotp_vision'}
     sys.path.insert(0, str(checkout))
     try:
-        return importlib.import_module('rotp_vision.layers')
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # both register the names of their models
+            return importlib.import_module('rotp_vision.layers')
     finally:
         sys.path.remove(str(checkout))
         for name in [name for name in sys.modules if name.split('.')[0] == 'rotp_vision']:

@@ -1,6 +1,5 @@
 """How many images are computed at a time."""
 
-import torch
 from torch import Tensor
 
 # Entries of the plans in a chunk, on a CPU and elsewhere. On a CPU a chunk should stay in the cache, and recomputed
@@ -12,14 +11,10 @@ ENTRIES = {
 }
 
 
-def entries(x: Tensor, kind: str) -> int:
-    """Plan entries in a chunk of that kind on the device of `x`."""
-    return ENTRIES[kind][0 if x.device.type == 'cpu' else 1]
-
-
 def set_chunks(x: Tensor, kind: str) -> list[slice]:
     """Slices of the batch axis of `x` (B, D, N), at least one set in each; one empty slice for an empty batch."""
-    num_sets = max(1, entries(x, kind) // max(1, x[:1].numel()))
+    limit = ENTRIES[kind][x.device.type != 'cpu']
+    num_sets = max(1, limit // max(1, x[:1].numel()))
     return [slice(first, first + num_sets) for first in range(0, max(1, x.shape[0]), num_sets)]
 
 
@@ -31,18 +26,3 @@ def reads_values(x: Tensor) -> bool:
 def device_type(x: Tensor) -> str:
     """The device for `torch.autocast`, which knows no meta device."""
     return 'cpu' if x.device.type == 'meta' else x.device.type
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, compute, *tensors):
-        return compute(*tensors)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("this pooling has no second derivative; construct it with backend='reference' for one")
-
-
-def once_differentiable(compute, *tensors):
-    """`compute(*tensors)`, the gradients of an operator; differentiating them again is a clear error."""
-    return _Once.apply(compute, *tensors)

@@ -86,12 +86,13 @@ def rot_problem(
     x, dtype = features, torch.promote_types(features.dtype, torch.float32)
     has_priors = log_feature_prior is not None or log_sample_prior is not None
     if log_feature_prior is None:
-        log_p0 = _uniform(x.shape[1], x, dtype)
+        # Not by math.log, whose value a trace would fix for maps of any size.
+        log_p0 = x.new_zeros([1, x.shape[1]], dtype=dtype).log_softmax(-1)
     else:
         # A feature without prior mass still has a row in the plan, whose entries must stay finite.
         log_p0 = log_feature_prior.to(dtype).log_softmax(-1).clamp_min(-1e4)
     if log_sample_prior is None and mask is None:
-        log_q0 = _uniform(x.shape[2], x, dtype)
+        log_q0 = x.new_zeros([1, x.shape[2]], dtype=dtype).log_softmax(-1)
         return ROTProblem(x, log_p0, log_q0, None, feature_scale, norm_power, has_priors)
     log_q0 = x.new_zeros([1, x.shape[2]], dtype=dtype) if log_sample_prior is None else log_sample_prior.to(dtype)
     if mask is None:
@@ -227,11 +228,6 @@ def _kl(mass: Tensor, log_prior: Tensor, mask: Tensor | None) -> Tensor:
     """(B,) KL(mass | prior) = <mass, log mass - log prior> - <mass - prior, 1>."""
     prior = log_prior.exp() if mask is None else log_prior.exp() * mask
     return (torch.special.xlogy(mass, mass) - mass * log_prior).sum(-1) - mass.sum(-1) + prior.sum(-1)
-
-
-def _uniform(size: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """(1, size) the uniform log prior; not by `math.log`, whose value a trace would fix for maps of any size."""
-    return x.new_zeros([1, size], dtype=dtype).log_softmax(-1)
 
 
 def _finite(log_prior: Tensor) -> Tensor:

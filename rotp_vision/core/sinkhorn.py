@@ -1,14 +1,13 @@
 """Sinkhorn scaling for entropic smoothness: the formula, and one operator for the default pooling."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial, reduce
 
 import torch
 from torch import Tensor
 
-from rotp_vision.core.chunks import device_type, once_differentiable, reads_values, set_chunks
+from rotp_vision.core.chunks import device_type, reads_values, set_chunks
 from rotp_vision.core.problem import (
     FLOOR,
     SQUARE_SCALE,
@@ -106,9 +105,8 @@ class Sinkhorn:
         if not self._has_operator(problem):
             return None
         dtype = problem.log_feature_prior.dtype
-        alpha1, alpha2, alpha3 = (
-            weights[name].to(dtype) for name in ('smoothness', 'feature_penalty', 'sample_penalty')
-        )
+        alpha1, alpha2 = weights['smoothness'].to(dtype), weights['feature_penalty'].to(dtype)
+        alpha3 = weights['sample_penalty'].to(dtype)
         rates = 1 / alpha1, alpha2 / (alpha1 + alpha2), alpha3 / (alpha1 + alpha3)
         x, log_p0, log_q0, mask, feature_scale, power, _ = problem
         inputs = x, log_p0, log_q0, None if power is None else power.to(dtype), *rates
@@ -178,37 +176,41 @@ class _SinkhornPool(torch.autograd.Function):
             largest = torch.stack(x.aminmax()).abs().amax().to(dtype) if batch else tau.new_zeros(1)
         warm = largest * tau <= 8
         warm = bool(warm) if reads_values(x) else warm
-        ctx.warm, ctx.rms = warm, rms
-        scale, centre = (x.new_empty([batch, 1, num_features], dtype=dtype) for _ in range(2))
+        scale = x.new_empty([batch, 1, num_features], dtype=dtype)
+        centre = torch.empty_like(scale)
         rows = x.new_empty([batch, num_iters, num_features], dtype=dtype)
         columns = x.new_empty([batch, num_iters, num_samples], dtype=dtype)
         norms = None if power is None else x.new_empty([batch, 1, num_samples], dtype=dtype)
         # Without a maximum taken off, y is what backward keeps.
         keeps_pooled = warm is True and x.dtype == dtype
         pooled = centre.squeeze(1) if keeps_pooled else x.new_empty([batch, num_features])
+        ctx.chunks, ctx.warm, ctx.rms = set_chunks(x, 'operator'), warm, rms
+        multiply = _exact_product(dtype)
         with torch.autocast(device_type(x), enabled=False):
-            for sets in set_chunks(x, 'operator'):
-                part, exists, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
+            for sets in ctx.chunks:
+                part, exists, count, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
                 square = (part * SQUARE_SCALE).square_() if rms or norms is not None else part
                 if norms is not None:
-                    norms[sets] = _log_norms(square)
+                    norm_square = square.sum(2).clamp_min_((FLOOR * SQUARE_SCALE) ** 2).unsqueeze(1)
+                    norms[sets] = 0.5 * norm_square.log_() - math.log(SQUARE_SCALE)
                     log_q = log_q + power * norms[sets]
-                scale[sets] = tau
                 if rms:
-                    mean_square = square.sum(1, keepdim=True) / _count(part, exists)
-                    scale[sets] *= SQUARE_SCALE * (mean_square + (FLOOR * SQUARE_SCALE) ** 2).rsqrt_()
+                    mean_square = square.sum(1, keepdim=True) / count
+                    inverse = (mean_square + (FLOOR * SQUARE_SCALE) ** 2).rsqrt_()
+                    torch.mul(inverse, tau * SQUARE_SCALE, out=scale[sets])
+                else:
+                    scale[sets] = tau
                 centred, exps, peak, column, v = _exponentials(part, exists, scale[sets], warm)
-                row_offset = None if peak is None else (1 - rho2) * scale[sets] * peak
-                column_offset = None if column is None else (1 - rho3) * column
+                log_p, log_q = torch.lerp(scale[sets] * peak, log_p, rho2), torch.lerp(column, log_q, rho3)
                 for k in range(num_iters):
-                    row = torch.clamp_min(_product(v, exps), tiny, out=rows[sets, k : k + 1])
-                    u = _scaling(rho2, log_p - row.log(), row_offset)
-                    total = torch.clamp_min(_product(u, exps.mT), tiny, out=columns[sets, k : k + 1])
-                    v = _scaling(rho3, log_q - total.log(), column_offset)
-                mass = _product(v, exps).clamp_min_(tiny)
-                torch.div(_product(v, exps.mul_(centred)), mass, out=centre[sets])
+                    row = torch.clamp_min(multiply(v, exps), tiny, out=rows[sets, k : k + 1])
+                    u = torch.addcmul(log_p, row.log(), rho2, value=-1).softmax(2)
+                    total = torch.clamp_min(multiply(u, exps.mT), tiny, out=columns[sets, k : k + 1])
+                    v = torch.addcmul(log_q, total.log(), rho3, value=-1).softmax(2)
+                mass = multiply(v, exps).clamp_min_(tiny)
+                torch.div(multiply(v, exps.mul_(centred)), mass, out=centre[sets])
                 if not keeps_pooled:
-                    pooled[sets] = (centre[sets] if peak is None else centre[sets] + peak).squeeze(1)
+                    pooled[sets] = (centre[sets] + peak).squeeze(1)
         kept = scale, centre, rows, columns, norms
         ctx.save_for_backward(x, log_p0, log_q0, power, tau, rho2, rho3, mask, *kept)
         # What is divided by sums that are hardly larger would overflow.
@@ -218,86 +220,92 @@ class _SinkhornPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients = once_differentiable(partial(_gradients, ctx.warm, ctx.rms), grad, *ctx.saved_tensors)
-        return *gradients, None, None, None
+        given = ctx.chunks, ctx.warm, ctx.rms, ctx.needs_input_grad
+        gradients = _SinkhornGradients.apply(*given, grad, *ctx.saved_tensors)
+        return *gradients, None, None, None  # pyright: ignore[reportGeneralTypeIssues]
 
 
-def _gradients(warm, rms, grad, x, log_p0, log_q0, power, tau, rho2, rho3, mask, scale, centre, rows, columns, norms):
-    """The gradients of the first seven inputs of `_SinkhornPool`; the formulas are in its docstring."""
-    num_iters, dtype = rows.shape[1], tau.dtype
-    d_x, d_log_p, d_log_q = torch.empty_like(x), torch.empty_like(rows[:, 0]), torch.empty_like(columns[:, 0])
-    d_weights = []  # of tau, rho2 and rho3, by chunk
-    with torch.autocast(device_type(x), enabled=False):
-        for sets in set_chunks(x, 'operator'):
-            part, exists, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
-            if norms is not None:
-                log_q = log_q + power * norms[sets]
-            s, y0, row, total = scale[sets], centre[sets], rows[sets], columns[sets]
-            centred, exps, peak, column, v0 = _exponentials(part, exists, s, warm)
-            shift = None if peak is None else s * peak
-            log_p, log_q = log_p - row.log(), log_q - total.log()
-            u = _scaling(rho2, log_p, None if shift is None else (1 - rho2) * shift)
-            v = torch.cat([v0, _scaling(rho3, log_q, None if column is None else (1 - rho3) * column)], 1)
-            u_row, v_total = u / row * -rho2, v[:, 1:] / total * -rho3
+class _SinkhornGradients(torch.autograd.Function):
+    """The gradients of the first seven inputs of `_SinkhornPool`, whose docstring holds the formulas."""
 
-            g = grad[sets].to(dtype).unsqueeze(1)
-            gn = g / _product(v[:, -1:], exps).clamp_min_(torch.finfo(dtype).tiny)
-            weighted = torch.addcmul(-gn * y0, centred, gn).mul_(exps)
-            gv = weighted.sum(2).unsqueeze(1)
-            gvs, gcs, gus, grs = [], [], [], []
-            for k in reversed(range(num_iters)):
-                gvs.insert(0, gv)
-                gcs.insert(0, gv * v_total[:, k : k + 1])
-                gus.insert(0, _product(gcs[0], exps))
-                grs.insert(0, gus[0] * u_row[:, k : k + 1])
-                gv = _product(grs[0], exps.mT)
-            left = torch.cat([gn, s * torch.cat([u, *grs], 1)], 1)
-            right = torch.cat([v[:, -1:], *gcs, v[:, :-1]], 1)
-            d_part = _outer(right, left).mul_(exps).addcmul_(weighted.mul_(s), v[:, -1:].mT)
+    @staticmethod
+    def forward(ctx, chunks, warm, rms, needed, grad, *saved):
+        x, log_p0, log_q0, power, tau, rho2, rho3, mask, scale, centre, rows, columns, norms = saved
+        num_iters, dtype, tiny = rows.shape[1], tau.dtype, torch.finfo(tau.dtype).tiny
+        d_x, d_tau, d_rho2, d_rho3 = torch.empty_like(x), 0.0, 0.0, 0.0
+        d_log_p = torch.empty_like(rows[:, 0]) if needed[1] else None
+        d_log_q = torch.empty_like(columns[:, 0]) if needed[2] or norms is not None else None
+        multiply = _exact_product(dtype)
+        with torch.autocast(device_type(x), enabled=False):
+            for sets in chunks:
+                part, exists, count, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
+                if norms is not None:
+                    log_q = log_q + power * norms[sets]
+                s, y0, row, total = scale[sets], centre[sets], rows[sets], columns[sets]
+                centred, exps, peak, column, v0 = _exponentials(part, exists, s, warm)
+                shift, log_p, log_q = s * peak, log_p - row.log(), log_q - total.log()
+                u = torch.lerp(shift, log_p, rho2).softmax(2)
+                v = torch.cat([v0, torch.lerp(column, log_q, rho3).softmax(2)], 1)
+                u_row, v_total = u / row * -rho2, v[:, 1:] / total * -rho3
 
-            ga, hb = torch.cat(gus, 1).mul_(u), torch.cat(gvs, 1).mul_(v[:, 1:])
-            h = torch.mul(d_part, centred, out=weighted).sum(1, keepdim=True) - g * y0
-            if shift is not None:
+                g = grad[sets].to(dtype).unsqueeze(1)
+                gn = g / multiply(v[:, -1:], exps).clamp_min_(tiny)
+                weighted = torch.addcmul(-gn * y0, centred, gn).mul_(exps)
+                gv = weighted.sum(2).unsqueeze(1)
+                gvs, gcs, gus, grs = [], [], [], []
+                for k in reversed(range(num_iters)):
+                    gvs.insert(0, gv)
+                    gcs.insert(0, gv * v_total[:, k : k + 1])
+                    gus.insert(0, multiply(gcs[0], exps))
+                    grs.insert(0, gus[0] * u_row[:, k : k + 1])
+                    gv = multiply(grs[0], exps.mT)
+                left = torch.cat([gn, s * torch.cat([u, *grs], 1)], 1)
+                right = torch.cat([v[:, -1:], *gcs, v[:, :-1]], 1)
+                d_part = multiply(right.mT, left).mul_(exps).addcmul_(weighted.mul_(s), v[:, -1:].mT)
+
+                ga, hb = torch.cat(gus, 1).mul_(u), torch.cat(gvs, 1).mul_(v[:, 1:])
+                h = torch.mul(d_part, centred, out=weighted).sum(1, keepdim=True) - g * y0
                 h += (1 - rho2) * shift * ga.sum(1, keepdim=True)
-                log_p, log_q = log_p - shift, log_q - column
-            d_weights.append((h.sum() / tau, (ga * log_p).sum(), (hb * log_q).sum()))
-            d_log_p[sets], d_log_q[sets] = rho2 * ga.sum(1), rho3 * hb.sum(1)
-            if rms:
-                inverse = s / tau  # of the root mean square, whose square may underflow
-                d_part.addcmul_(part, h * inverse * inverse / _count(part, exists), value=-1)
-            if norms is not None:
-                inverse = (-2 * norms[sets]).exp_().masked_fill_(norms[sets] <= math.log(FLOOR), 0.0)
-                d_part.addcmul_(part, (power * d_log_q[sets].unsqueeze(1) * inverse).mT)
-            d_x[sets].mT.copy_(d_part)
-    d_power = None if norms is None else (d_log_q * norms.squeeze(1)).sum().view(1)
-    d_tau, d_rho2, d_rho3 = (reduce(torch.add, parts).view(1) for parts in zip(*d_weights, strict=True))
-    return d_x, d_log_p.sum_to_size(log_p0.shape), d_log_q.sum_to_size(log_q0.shape), d_power, d_tau, d_rho2, d_rho3
+                d_tau = d_tau + h.sum() / tau
+                d_rho2 = d_rho2 + (ga * (log_p - shift)).sum().view(1)
+                d_rho3 = d_rho3 + (hb * (log_q - column)).sum().view(1)
+                if d_log_p is not None:
+                    d_log_p[sets] = rho2 * ga.sum(1)
+                if d_log_q is not None:
+                    d_log_q[sets] = rho3 * hb.sum(1)
+                if rms:
+                    inverse = s / tau  # of the root mean square, whose square may underflow
+                    d_part.addcmul_(part, h * inverse * inverse / count, value=-1)
+                if norms is not None and d_log_q is not None:
+                    inverse = (-2 * norms[sets]).exp_().masked_fill_(norms[sets] <= math.log(FLOOR), 0.0)
+                    d_part.addcmul_(part, (power * d_log_q[sets].unsqueeze(1) * inverse).mT)
+                d_x[sets].mT.copy_(d_part)
+        d_power = None if norms is None or d_log_q is None else (d_log_q * norms.squeeze(1)).sum().view(1)
+        d_log_p = None if d_log_p is None else d_log_p.sum_to_size(log_p0.shape)
+        d_log_q = None if d_log_q is None else d_log_q.sum_to_size(log_q0.shape)
+        return d_x, d_log_p, d_log_q, d_power, d_tau, d_rho2, d_rho3
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("this pooling has no second derivative; construct it with backend='reference' for one")
 
 
 def _chunk(sets: slice, x: Tensor, mask: Tensor | None, log_p0: Tensor, log_q0: Tensor, dtype: torch.dtype):
-    """The features (b, N, D), the mask (b, 1, N) and the log priors (b or 1, 1, D) and (b or 1, 1, N) of some sets."""
+    """Some sets: features (b, N, D), mask (b, 1, N), its count, log priors (b or 1, 1, D) and (b or 1, 1, N)."""
     part = x[sets].mT.to(dtype).contiguous()
-    exists = None if mask is None else mask[sets]
     log_p = (log_p0 if log_p0.shape[0] == 1 else log_p0[sets]).unsqueeze(1)
     log_q = (log_q0 if log_q0.shape[0] == 1 else log_q0[sets]).unsqueeze(1)
-    return part, exists, log_p, log_q if exists is None else log_q.masked_fill(~exists, -1e30)
-
-
-def _count(x: Tensor, exists: Tensor | None) -> Tensor | int:
-    return x.shape[1] if exists is None else exists.sum(2, keepdim=True)
-
-
-def _log_norms(square: Tensor) -> Tensor:
-    """(b, 1, N) log‖x_n‖ from (SQUARE_SCALE x)² (b, N, D)."""
-    norm_square = square.sum(2).clamp_min_((FLOOR * SQUARE_SCALE) ** 2)
-    return (0.5 * norm_square.log_() - math.log(SQUARE_SCALE)).unsqueeze(1)
+    if mask is None:
+        return part, None, x.shape[2], log_p, log_q
+    exists = mask[sets]
+    return part, exists, exists.sum(2, keepdim=True), log_p, log_q.masked_fill(~exists, -1e30)
 
 
 def _exponentials(x: Tensor, exists: Tensor | None, scale: Tensor, warm: Tensor | bool):
-    """x - m and E (b, N, D), m (b, 1, D), c and the first v (b, 1, N), as `_SinkhornPool` has them; None for zero."""
+    """x - m and E (b, N, D), m (b, 1, D), c and the first v (b, 1, N), as `_SinkhornPool` has them."""
     if warm is True:
-        v = x.new_ones([x.shape[0], 1, x.shape[1]]) if exists is None else exists.to(x.dtype)
-        return x, (x * scale).exp_(), None, None, v
+        zero, v = x.new_zeros([1, 1, 1]), x.new_ones([x.shape[0], 1, x.shape[1]])
+        return x, (x * scale).exp_(), zero, zero, v if exists is None else v * exists
     peak = (x if exists is None else x.masked_fill(~exists.mT, -torch.inf)).amax(1, keepdim=True)
     peak = peak if warm is False else peak.masked_fill_(warm, 0.0)
     centred = x - peak if exists is None else (x - peak).masked_fill_(~exists.mT, 0.0)
@@ -309,26 +317,17 @@ def _exponentials(x: Tensor, exists: Tensor | None, scale: Tensor, warm: Tensor 
     return centred, exps, peak, column, v if exists is None else v * exists
 
 
-def _scaling(rate: Tensor, log_ratio: Tensor, offset: Tensor | None) -> Tensor:
-    """exp(rate · log_ratio + offset) over the last axis, to sum one."""
-    return (log_ratio * rate if offset is None else torch.addcmul(offset, log_ratio, rate)).softmax(2)
+def _exact_product(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """Batched matrix product at the precision of `dtype`, also where modes such as TensorFloat-32 reduce it."""
+    exact = dtype == torch.float64 or torch.get_float32_matmul_precision() == 'highest'
+    return torch.bmm if exact else _summed_product
 
 
-def _product(row: Tensor, matrix: Tensor) -> Tensor:
-    """(b, 1, J) row times matrix, (b, 1, I) and (b, I, J), at full precision."""
-    return torch.bmm(row, matrix) if _exact_products(row) else (row.mT * matrix).sum(1, keepdim=True)
-
-
-def _outer(right: Tensor, left: Tensor) -> Tensor:
-    """(b, N, D) Σ_j right_jn left_jd for right (b, J, N) and left (b, J, D), at full precision."""
-    if _exact_products(right):
-        return torch.bmm(right.mT, left)
-    total = right[:, 0].unsqueeze(2) * left[:, :1]
-    for j in range(1, left.shape[1]):
-        total.addcmul_(right[:, j].unsqueeze(2), left[:, j : j + 1])
+def _summed_product(left: Tensor, right: Tensor) -> Tensor:
+    """(b, I, K) product of (b, I, J) and (b, J, K) without matrix multiplication."""
+    if left.shape[1] == 1:
+        return (left.mT * right).sum(1, keepdim=True)
+    total = left[:, :, :1] * right[:, :1]
+    for j in range(1, left.shape[2]):
+        total.addcmul_(left[:, :, j : j + 1], right[:, j : j + 1])
     return total
-
-
-def _exact_products(x: Tensor) -> bool:
-    """Whether matrix products have the precision of `x`, which modes such as TensorFloat-32 reduce."""
-    return x.dtype == torch.float64 or torch.get_float32_matmul_precision() == 'highest'

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rotp_vision.core.chunks import entries
+from rotp_vision.core.chunks import ENTRIES
 from rotp_vision.core.solver import sees_formula
 
 # Pools sets (B, D, N) with a mask (B, N) or None and logits of q0 (B, N) or None.
@@ -96,7 +96,7 @@ def pool_windows(maps: Tensor, windows: Windows, pool: PoolSets, log_sample_prio
     if sees_formula():
         return pool_block(padded, exists, prior, rows)
     per_row = max(1, maps.shape[1] * columns * windows.kernel_size[0] * windows.kernel_size[1])
-    limit = entries(maps, 'windows')
+    limit = ENTRIES['windows'][maps.device.type != 'cpu']
     num_images = max(1, limit // (per_row * rows))
     # At least as many rows as the next chunk shares with this one.
     shared = max(0, windows.reach(0) - windows.stride[0])

@@ -158,16 +158,18 @@ class ROTPool(OneNode):
             log_sample_prior: (B or 1, N) logits of q0, added to those of the layer's own prior; None for uniform.
             recompute: as in `rot_pool`.
         """
-        problem, weights = self._problem(x, mask, log_sample_prior), self._weights()
+        problem = self._problem(x, mask, log_sample_prior)
         refusal = self.solver.refusal(problem, self._starts) if self.options.backend == 'auto' else None
         if refusal is not None:
             raise ValueError(f"on {x.device.type} {refusal}; change them, or use backend='reference'")
+        weights = {name: weight() for name, weight in self.weights.items()}
         gain = None if self.gain is None else self.gain()
         return rot_pool(problem, weights, self.solver, gain, backend=self.options.backend, recompute=recompute)
 
     def solve_sets(self, x: Tensor, mask: Tensor | None = None, log_sample_prior: Tensor | None = None) -> Tensor:
         """(B, D, N) log plan of `pool_sets`, of mass one, with -inf on masked samples."""
-        return solve(self._problem(x, mask, log_sample_prior), self._weights(), self.solver)
+        weights = {name: weight() for name, weight in self.weights.items()}
+        return solve(self._problem(x, mask, log_sample_prior), weights, self.solver)
 
     def __prepare_scriptable__(self):
         # TorchScript, which timm's test suite still uses, calls the layer in Python and finds it by this number. A
@@ -180,9 +182,6 @@ class ROTPool(OneNode):
     def run_unscripted(self, x: Tensor, log_sample_prior: Tensor | None) -> Tensor:
         """`forward` in Python."""
         return _SCRIPTED[self.number](x, log_sample_prior)
-
-    def _weights(self) -> dict[str, Tensor]:
-        return {name: weight() for name, weight in self.weights.items()}
 
     def _problem(self, x: Tensor, mask: Tensor | None, log_sample_prior: Tensor | None) -> ROTProblem:
         log_feature_prior, norm_power = None, None
