@@ -24,7 +24,7 @@ class OneNode(nn.Module):
     def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             with warnings.catch_warnings():
-                warnings.simplefilter('ignore', torch.jit.TracerWarning)
+                warnings.simplefilter('ignore', torch.jit.TracerWarning)  # pyright: ignore[reportPrivateImportUsage]
                 return super().__call__(x, *args, **kwargs)
         if not isinstance(x, fx.Proxy):
             return super().__call__(x, *args, **kwargs)
