@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import datasets
 import numpy as np
@@ -80,21 +81,16 @@ def test_labels_of_a_fold_do_not_change_its_own_logits(num_features):
 
 
 def test_a_constant_feature_is_left_out():
-    targets = torch.arange(30) % 3
-    features = torch.randn(30, 6)
+    targets, features, folds = torch.arange(30) % 3, torch.randn(30, 6), torch.zeros(30, dtype=torch.long)
     with_constant = torch.cat([features, torch.full((30, 2), 7.0)], 1)
-    folds = torch.zeros(30, dtype=torch.long)
     classifier = RidgeFolds(with_constant, targets, folds, 3, penalty=0.3).classifier()
-    assert not classifier.weight[:, 6:].any()
     plain = RidgeFolds(features, targets, folds, 3, penalty=0.3 * 8 / 6).classifier()
     torch.testing.assert_close(classifier(with_constant), plain(features), rtol=0, atol=1e-5)
 
 
 def test_classes_weigh_the_same():
-    targets = torch.tensor([0] * 90 + [1] * 10)
-    weights = class_weights(targets)
-    assert float(weights[:90].sum()) == pytest.approx(0.5)
-    assert float(weights.sum()) == pytest.approx(1)
+    weights = class_weights(torch.tensor([0] * 90 + [1] * 10))
+    assert float(weights[:90].sum()) == pytest.approx(float(weights[90:].sum())) == pytest.approx(0.5)
 
 
 # The folds and the score
@@ -110,13 +106,9 @@ def test_no_group_is_divided_and_classes_are_spread():
     assert counts.amin() >= 3  # of 21 images in 7 groups, every fold has a group or two
     assert counts.amax() <= 6
     assert counts.sum(1).amax() - counts.sum(1).amin() <= 3
-
-
-def test_a_class_of_two_groups_is_in_two_folds():
     targets, groups = grouped(num_classes=3, groups_of_class=2, frames=4)
     folds = assign_folds(targets, groups, 3)
-    for k in range(3):
-        assert len(folds[targets == k].unique()) == 2
+    assert [len(folds[targets == k].unique()) for k in range(3)] == [2, 2, 2]
 
 
 def test_the_standard_error_is_that_over_groups():
@@ -146,7 +138,6 @@ def test_small_objects_are_found():
     assert ours.score > average.score + 0.1
     others = spotted(targets, seed=1)
     assert balanced_mean((result.predict(others) == targets).float(), targets) > average.score + 0.1
-    assert 'ROTP (chosen)' in str(result)
     assert result.sentence.startswith('ROTP pays: +')
     assert '120 images in 20 groups, 4 classes, 5 folds' in str(result)
 
@@ -188,33 +179,21 @@ def test_parameters_are_chosen_without_the_fold_they_are_judged_on(monkeypatch):
     assert result.rows[-1].score < 0.56  # the best of 40 guesses scores about 0.58 on the images it is chosen by
 
 
-def test_tokens_are_maps_in_another_order():
+def test_tokens_and_half_precision_give_the_same():
     targets, groups = grouped()
     maps = spotted(targets)
-    tokens = maps.flatten(2).transpose(1, 2)
-    of_maps, of_tokens = fit_probe(maps, targets, groups), fit_probe(tokens, targets, groups)
-    assert str(of_maps) == str(of_tokens)
-    torch.testing.assert_close(of_maps.logits(maps), of_tokens.logits(tokens))
-
-
-def test_half_precision_is_taken():
-    targets, groups = grouped()
-    maps = spotted(targets)
-    torch.testing.assert_close(
-        fit_probe(maps.half(), targets, groups).logits(maps.half()),
-        fit_probe(maps, targets, groups).logits(maps),
-        rtol=0,
-        atol=0.02,
-    )
+    result = fit_probe(maps, targets, groups)
+    tokens = fit_probe(maps.flatten(2).transpose(1, 2), targets, groups)
+    assert str(tokens) == str(result)
+    half = fit_probe(maps.half(), targets, groups).logits(maps.half())
+    torch.testing.assert_close(half, result.logits(maps), rtol=0, atol=0.02)
 
 
 def test_a_neck_comes_before_the_classifier():
     targets, groups = grouped()
     maps = spotted(targets)
-    neck = torch.nn.LayerNorm(12, elementwise_affine=False)
+    neck = nn.LayerNorm(12, elementwise_affine=False)
     result = fit_probe(maps, targets, groups, neck=neck)
-    plain = fit_probe(maps, targets, groups)
-    assert [row.score for row in result.rows] != [row.score for row in plain.rows]
     features = neck(result.chosen.pooling(maps.flatten(2)))
     torch.testing.assert_close(result.logits(maps), result.classifier(features))
 
@@ -304,8 +283,6 @@ def place(tmp_path_factory):
             draw(label, 100 * label + frame).save(folder / f'{frame}.png')
             image = {'path': None, 'bytes': (folder / f'{frame}.png').read_bytes()}
             rows.append({'image': image, 'label': label, 'kind': name, 'video': f'{name} {frame // 4}'})
-    (place / 'one' / 'ant').mkdir(parents=True)
-    draw(0, 0).save(place / 'one' / 'ant' / '0.png')
     datasets.Dataset.from_list(rows).to_parquet(place / 'images.parquet')
     torch.manual_seed(0)
     save_file(timm.create_model('test_resnet', num_classes=7).state_dict(), place / 'weights.safetensors')
@@ -365,8 +342,6 @@ def test_what_is_written_loads_and_is_taken_by_the_other_commands(place, tmp_pat
     assert '36 images in 9 groups, 3 classes, 3 folds' in shown
     assert (output / 'probe.md').read_text() in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == ['probed']  # the maps are removed
-    config = json.loads((output / 'config.json').read_text())['pretrained_cfg']
-    assert (config['label_names'], config['num_classes']) == (CLASSES, 3)
     model = rotp_vision.load_pretrained(output)
     assert (model.num_classes, model.pretrained_cfg['label_names']) == (3, CLASSES)
     assert main(['verify', '--model', str(output), '--images', str(place / 'images'), '--workers', '0']) == 0
@@ -380,10 +355,6 @@ def test_what_is_written_loads_and_is_taken_by_the_other_commands(place, tmp_pat
     again = ['--model', output, '--checkpoint', None, '--num-classes', None]
     assert run(place, *again, '--output', tmp_path / 'again', '--train', True) == 0
     assert '| ROTP, trained' in (tmp_path / 'again' / 'probe.md').read_text()
-    torch.testing.assert_close(
-        rotp_vision.load_pretrained(tmp_path / 'again').state_dict()['conv1.0.weight'],
-        model.state_dict()['conv1.0.weight'],
-    )
 
 
 def test_training_evaluates_what_was_written(place, tmp_path):
@@ -402,9 +373,7 @@ def test_a_parquet_file_is_the_folder_in_another_form(place, tmp_path, capsys):
     parquet = ['--data', place / 'images.parquet', '--group-by', 'video']
     assert run(place, *parquet, '--label', 'kind', '--output', tmp_path / 'b') == 0
     assert capsys.readouterr().out.replace('/b', '/a') == first
-    assert run(place, *parquet, '--output', tmp_path / 'c') == 0
-    names = [json.loads((tmp_path / d / 'config.json').read_text())['pretrained_cfg']['label_names'] for d in 'abc']
-    assert names == [CLASSES, CLASSES, ['0', '1', '2']]
+    assert rotp_vision.load_pretrained(tmp_path / 'b').pretrained_cfg['label_names'] == CLASSES
 
 
 @pytest.fixture
@@ -451,23 +420,13 @@ def test_kept_maps_are_used_again_unless_the_images_change(place, tmp_path, comp
     assert json.loads((tmp_path / 'c' / 'config.json').read_text())['pretrained_cfg']['input_size'] == [3, 96, 96]
 
 
-def copied(place, tmp_path):
-    for name in CLASSES[:2]:
-        (tmp_path / 'images' / name).mkdir(parents=True)
-        for k, path in enumerate(sorted((place / 'images' / name).rglob('*.png'))):
-            (tmp_path / 'images' / name / f'{k}.png').write_bytes(path.read_bytes())
-    return tmp_path / 'images'
-
-
 def test_unreadable_images_are_named(place, tmp_path, capsys):
-    images = copied(place, tmp_path)
-    for path in ('ant/3.png', 'bee/7.png'):
+    images = shutil.copytree(place / 'images', tmp_path / 'images')
+    for path in ('ant/video0/3.png', 'bee/video1/7.png'):
         (images / path).write_bytes((images / path).read_bytes()[:90])
     assert run(place, '--data', images, '--output', tmp_path / 'probed') == 1
     said = capsys.readouterr().err
-    assert 'cannot be read, 2 of 24' in said
-    assert 'ant/3.png' in said
-    assert 'bee/7.png' in said
+    assert all(text in said for text in ('cannot be read, 2 of 36', 'video0/3.png', 'video1/7.png'))
     assert not (tmp_path / 'probed').exists()
 
 
@@ -476,15 +435,12 @@ def test_unreadable_images_are_named(place, tmp_path, capsys):
     [
         (['--checkpoint', None], 'test_resnet alone has random weights'),
         (['--data', 'nowhere'], 'neither a folder of images nor a parquet file at nowhere'),
-        (['--data', '{place}/one'], 'at least two classes, got ant alone'),
         (['--data', '{place}/images/ant', '--group-by', 'folder'], 'of video0, video1, video2 are in one'),
         (['--data', '{place}/images/ant/video0'], 'has no class folders'),
         (['--data', '{place}/weights.safetensors'], 'neither a folder of images nor a parquet file'),
         (['--group-by', 'video'], "can be grouped by 'folder' alone"),
         (['--data', '{place}/images.parquet', '--group-by', 'film'], r'group-by must be .*kind, video.* got .film'),
-        (['--data', '{place}/images.parquet', '--label', 'sort'], r'label must be .*label, kind, video.* got .sort'),
         (['--data', '{place}/images.parquet', '--label', 'kind', '--group-by', 'kind'], 'of ant, bee, cat are in one'),
-        (['--folds', 40], '40 folds need at least as many images, got 36'),
         (['--output', '{place}/images'], 'exists'),
         (['--output', '{place}/weights.safetensors/probed'], 'cannot write'),
     ],
