@@ -1,4 +1,4 @@
-"""Every Python block and every command of the README and of docs/ runs, or is checked as far as it can be here.
+"""Every example of a docstring runs; every Python block and command of the pages runs or is checked as far as it can be.
 
 A page's Python blocks run one after the other, in an empty directory, with `loader` at hand: batches of a few generated
 images of ten classes. `pretrained=True` leaves random weights, and large networks become small ones. A command that
@@ -6,7 +6,9 @@ trains is parsed by the script's own parser; one that installs something must na
 cannot run stands after a comment `<!-- not run: the reason -->`.
 """
 
+import doctest
 import importlib.util
+import pkgutil
 import re
 import shlex
 import subprocess
@@ -34,6 +36,23 @@ SMALL = {
     'vit_tiny_patch16_224': 'test_vit',
 }
 SIDES = {'multi_scale.md': 384}  # of the images of `loader`, where it matters
+
+
+MODULES = [
+    info.name
+    for info in pkgutil.walk_packages(rotp_vision.__path__, 'rotp_vision.')
+    if not info.name.endswith('__main__')
+]
+
+
+@pytest.mark.parametrize('name', MODULES)
+def test_examples_of_docstrings_run(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+@pytest.mark.parametrize('name', rotp_vision.__all__)
+def test_public_names_have_an_example(name):
+    assert '>>> ' in getattr(rotp_vision, name).__doc__
 
 
 class Block(NamedTuple):
