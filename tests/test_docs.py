@@ -1,4 +1,4 @@
-"""Every example of a docstring runs. Every Python block and command of the pages runs, or is checked as far as possible.
+"""Examples of docstrings run; Python blocks and commands of the pages run, or are checked as far as possible.
 
 A page's Python blocks run one after the other, in an empty directory, with `loader` at hand: batches of a few generated
 images of ten classes. `pretrained=True` leaves random weights, and large networks become small ones. A command that
