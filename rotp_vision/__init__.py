@@ -3,7 +3,9 @@
 Importing the package registers its models in timm. Without timm, `rotp_vision.layers` works with torch alone.
 """
 
+import importlib
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from rotp_vision.core import register_solver
 from rotp_vision.layers import (
@@ -56,6 +58,9 @@ __all__ = [
     'verify',
 ]
 
+if TYPE_CHECKING:
+    from rotp_vision.pictures import visualize as visualize
+
 if find_spec('timm'):
     from rotp_vision.calibration import Calibration, calibrate
     from rotp_vision.evaluation import Comparison, compare, verify
@@ -73,3 +78,9 @@ if find_spec('timm'):
         revert,
         rot_pools,
     )
+
+
+def __getattr__(name: str) -> Any:
+    if name == 'visualize':  # needs matplotlib, which comes with an extra
+        return importlib.import_module('rotp_vision.pictures').visualize
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

@@ -357,7 +357,7 @@ def _original(args: argparse.Namespace, model: nn.Module) -> nn.Module | None:
 
 
 def _visualize(args: argparse.Namespace):
-    from rotp_vision.visualize import visualize  # needs matplotlib, which the other commands do without
+    from rotp_vision.pictures import visualize  # needs matplotlib, which the other commands do without
 
     check_writable(Path(args.output))
     if args.limit < 1:

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / 'rotp_vision'
 NETWORKS = {'core', 'layers', 'models', 'surgery'}
-TOOLS = {'calibration', 'evaluation', 'hub', 'visualize'}
+TOOLS = {'calibration', 'evaluation', 'hub', 'pictures'}
 BELOW = {
     'core': set(),
     'layers': {'core'},

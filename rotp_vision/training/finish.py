@@ -15,6 +15,7 @@ from rotp_vision.evaluation import UsedPositions, positions_sentence
 from rotp_vision.files import open_by_umask, write_atomically
 from rotp_vision.hub import TORCHVISION, save_pretrained, write_state_dict
 from rotp_vision.layers import PoolOptions, SimplePoolOptions, any_pool_options
+from rotp_vision.pictures import displayed, plot_looked, plot_weights, pool_maps, save_figure
 from rotp_vision.surgery.pools import described_pools
 from rotp_vision.training import report
 from rotp_vision.training.cache import open_cache
@@ -22,7 +23,6 @@ from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, 
 from rotp_vision.training.model import count_parameters, normalization
 from rotp_vision.training.processes import gather
 from rotp_vision.training.run import Run
-from rotp_vision.visualize import displayed, plot_looked, plot_weights, pool_maps, save_figure
 
 NATIVE = 'native pooling'
 

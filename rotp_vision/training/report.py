@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from rotp_vision.files import write_atomically
+from rotp_vision.pictures import save_figure
 from rotp_vision.surgery.pools import described_pools
 from rotp_vision.tables import text_table
 from rotp_vision.training.checkpoint import Progress
-from rotp_vision.visualize import save_figure
 
 Rates = dict[str, float | None]
 

@@ -16,8 +16,8 @@ import rotp_vision
 from rotp_vision import calibrate, convert, freeze, load_pretrained, multi_scale, revert, save_pretrained
 from rotp_vision.cli import main
 from rotp_vision.evaluation import ImageFiles, compare
+from rotp_vision.pictures import pool_maps
 from rotp_vision.surgery import MultiScale
-from rotp_vision.visualize import pool_maps
 
 x = torch.linspace(-2, 2, 2 * 3 * 96 * 96).sin().view(2, 3, 96, 96)
 NETWORKS = {

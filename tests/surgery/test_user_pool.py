@@ -132,7 +132,7 @@ def test_saving_says_what_to_do(tmp_path):
 
 def test_a_registered_solver_goes_everywhere(tmp_path):
     """convert, report of weights, save and load, maps to draw; without it loading says what is missing."""
-    from rotp_vision.visualize.maps import pool_maps
+    from rotp_vision.pictures.maps import pool_maps
 
     def softmax(problem, weights):
         return problem.scaled_features() / weights['smoothness']

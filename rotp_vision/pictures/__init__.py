@@ -3,9 +3,9 @@
 from rotp_vision.extras import of_extra
 
 with of_extra('train'):
-    from rotp_vision.visualize.draw import displayed, plot_looked, plot_weights, save_figure
-    from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
-    from rotp_vision.visualize.page import visualize
+    from rotp_vision.pictures.draw import displayed, plot_looked, plot_weights, save_figure
+    from rotp_vision.pictures.maps import Evidence, PoolMaps, evidence, pool_maps
+    from rotp_vision.pictures.page import visualize
 
 __all__ = [
     'Evidence',

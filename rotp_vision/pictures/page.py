@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from rotp_vision.files import write_atomically
 from rotp_vision.images import open_image
 from rotp_vision.layers import ROTPool
-from rotp_vision.visualize.draw import (
+from rotp_vision.pictures.draw import (
     EVIDENCE_COLOURS,
     SYMBOLS,
     displayed,
@@ -24,7 +24,7 @@ from rotp_vision.visualize.draw import (
     to_pixels,
     to_png,
 )
-from rotp_vision.visualize.maps import Evidence, PoolMaps, evidence, pool_maps
+from rotp_vision.pictures.maps import Evidence, PoolMaps, evidence, pool_maps
 
 
 def visualize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import rotp_vision
 from rotp_vision.layers import GlobalROTPool2d, MixedROTPool2d, ROTSetPool
-from rotp_vision.visualize import evidence, plot_looked, plot_weights, pool_maps, visualize
+from rotp_vision.pictures import evidence, plot_looked, plot_weights, pool_maps, visualize
 
 CHANNELS, CLASSES = 6, 4
 
