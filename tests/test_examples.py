@@ -5,6 +5,7 @@ import re
 import runpy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -15,9 +16,32 @@ ROWS = [
 ]
 
 
-def test_bags():
-    main = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))['main']
-    assert main(['--bags', '200', '--epochs', '20']) > 0.85  # one half by chance
+def test_bags(tmp_path, capsys):
+    main, results = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))['main'], tmp_path / 'results.csv'
+    arguments = ['--bags', '32', '--workers', '1', '--results', str(results), '--poolings', 'mean']
+    (mean,) = main(arguments)
+    mean_again, rotp = main([*arguments, 'ROTP (start for training)'])  # reads the first row
+    assert mean_again == mean
+    assert float(rotp['accuracy']) > 70  # 50 by chance
+    assert float(rotp['auc']) > float(mean['auc']) + 5
+    shown = [line for line in capsys.readouterr().out.splitlines() if 'makes the bag positive' in line]
+    assert float(shown[-1].split()[1]) > 0.3  # the weight of the one of twelve that counts
+
+
+def test_published_bags(tmp_path):
+    """Either format is read, and other content is refused."""
+    example = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))
+    instances, bag, label = np.eye(3, dtype=np.float32), np.array([0, 0, 1]), np.array([1, 0])
+    np.savez(tmp_path / 'fox.npz', instances=instances, bag=bag, label=label)
+    np.savetxt(tmp_path / 'tiger.csv', np.column_stack([label[bag], bag + 7, instances]), delimiter=',')
+    for name in ('fox', 'tiger'):
+        with pytest.raises(ValueError, match='is not the published set') as refused:
+            example['read_bags'](tmp_path, name)
+        example['PUBLISHED'][name] = str(refused.value).split()[-1]
+        bags = example['read_bags'](tmp_path, name)
+        assert bags.labels.tolist() == [1, 0]
+        assert bags.x[bags.mask].tolist() == instances.tolist()
+    assert example['PUBLISHED']['fox'] == example['PUBLISHED']['tiger']
 
 
 def test_probe_on_tokens():
