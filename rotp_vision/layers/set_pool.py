@@ -23,9 +23,11 @@ class ROTSetPool(ROTPool):
         >>> import torch
         >>> from rotp_vision.layers import ROTSetPool
         >>> pool = ROTSetPool()
-        >>> bags = torch.rand(2, 5, 8)
-        >>> pool(bags, mask=torch.tensor([[True] * 5, [True] * 3 + [False] * 2])).shape
+        >>> bags, mask = torch.rand(2, 5, 8), torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+        >>> pool(bags, mask).shape
         torch.Size([2, 8])
+        >>> pool.plan(bags, mask).sum(2).shape  # the weight of each instance, zero where masked, one in all per bag
+        torch.Size([2, 5])
         >>> pool(torch.rand(8, 8), lengths=[5, 3]).shape
         torch.Size([2, 8])
     """
