@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from rotp_vision.data.config import DataConfig
 from rotp_vision.data.sources import Source
-from rotp_vision.data.transforms import NOTHING, Box, TrainTransform, ValTransform
+from rotp_vision.data.transforms import TrainTransform, ValTransform
 from rotp_vision.data.workers import iterate, loading, seeded
 from rotp_vision.images import UnreadableImage
 
@@ -29,7 +29,6 @@ class Sample(NamedTuple):
     image: Tensor | None  # (H, W, 3), uint8
     label: int
     broken: list[str]  # names of the images that could not be read
-    erased: Box = NOTHING
 
 
 class Batch(NamedTuple):
@@ -38,7 +37,6 @@ class Batch(NamedTuple):
     images: Tensor  # (B, 3, H, W) uint8 in channels_last, or (B, C, H, W) float16 maps; float32 on the device
     labels: Tensor  # (B,)
     broken: list[str]  # names of the images that could not be read
-    erased: Tensor | None = None  # (B, 4) boxes to erase after normalisation
 
 
 class Shard(NamedTuple):
@@ -67,7 +65,7 @@ class TrainImages(Dataset):
                 except UnreadableImage as error:
                     broken.append(error.name)
                     continue
-                return Sample(self.transform(image), label, broken, self.transform.erased())
+                return Sample(self.transform(image), label, broken)
         raise RuntimeError(f'no readable image in the training split; the last was {broken[-1]}')
 
 
@@ -95,9 +93,8 @@ def collate(samples: list[Sample]) -> Batch:
     """Collates the samples that have an image; in a data worker straight into shared memory."""
     kept = [sample for sample in samples if sample.image is not None]
     images = default_collate([sample.image for sample in kept]).permute(0, 3, 1, 2) if kept else torch.empty(0)
-    erased = torch.tensor([sample.erased for sample in kept]) if any(any(s.erased) for s in kept) else None
     broken = [name for sample in samples for name in sample.broken]
-    return Batch(images, torch.tensor([sample.label for sample in kept], dtype=torch.int64), broken, erased)
+    return Batch(images, torch.tensor([sample.label for sample in kept], dtype=torch.int64), broken)
 
 
 def steps_per_epoch(length: int, global_batch: int) -> int:

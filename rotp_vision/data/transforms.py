@@ -14,9 +14,6 @@ from torchvision.transforms import Compose
 from rotp_vision.data.config import DataConfig
 from rotp_vision.images import to_rgb
 
-Box = tuple[int, int, int, int]  # top, left, bottom, right
-NOTHING: Box = (0, 0, 0, 0)
-
 
 def preprocessing(config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]) -> dict[str, Any]:
     """Returns the evaluation transform in the keys of timm's `create_transform` and `pretrained_cfg`."""
@@ -49,8 +46,7 @@ class TrainTransform:
 
     The crop is drawn before the image is decoded. So only the crop is converted, a JPEG whose crop has at least twice
     the network's resolution can be decoded at a fraction of its size (`data.draft`), and torch resizes the crop, which
-    takes a quarter of Pillow's time and differs from it by rounding. Random erasing happens on the device, because the
-    erased box is 0 after normalisation.
+    takes a quarter of Pillow's time and differs from it by rounding. Random erasing fills with the mean color.
     """
 
     def __init__(self, config: DataConfig, mean: tuple[float, ...], std: tuple[float, ...]):
@@ -68,6 +64,7 @@ class TrainTransform:
         (self.crop, *flips), others, _ = (part.transforms for part in parts)
         self.augment = Compose([*flips, *others])
         self.erasing = RandomErasing(config.random_erasing, device='cpu') if config.random_erasing else None
+        self.mean = (255 * torch.tensor(mean)).round().short()
         self.size, self.draft = config.image_size, config.draft
 
     def decode(self, image: Image.Image) -> Image.Image:
@@ -87,31 +84,12 @@ class TrainTransform:
             pixels = _bytes(crop)[None].permute(0, 3, 1, 2)  # interpolate recognises this layout as channels_last
             pixels = F.interpolate(pixels, (self.size, self.size), mode='bicubic', antialias=True)
             crop = Image.fromarray(pixels[0].permute(1, 2, 0).numpy())
-        return _bytes(self.augment(crop))
-
-    def erased(self) -> Box:
-        """Returns the box that timm's random erasing would erase."""
-        if self.erasing is None:
-            return NOTHING
-        recorder = _ErasedBox(self.size)
-        self.erasing(recorder)
-        return recorder.box
-
-
-class _ErasedBox:
-    """Stands in for an image in timm's random erasing and records the erased box."""
-
-    dtype = torch.float32
-
-    def __init__(self, size: int):
-        self.side, self.box = size, NOTHING
-
-    def size(self) -> tuple[int, int, int]:
-        return 1, self.side, self.side
-
-    def __setitem__(self, key: tuple[slice, slice, slice], value: object) -> None:
-        _, rows, columns = key
-        self.box = (rows.start, columns.start, rows.stop, columns.stop)
+        pixels = _bytes(self.augment(crop))
+        if self.erasing is not None:
+            pixels = pixels.short() - self.mean  # timm erases to 0
+            self.erasing(pixels.permute(2, 0, 1))
+            pixels = (pixels + self.mean).byte()
+        return pixels
 
 
 def _bytes(image: Image.Image) -> Tensor:
@@ -125,17 +103,6 @@ def transforms(
     return TrainTransform(config, mean, std), ValTransform(config, mean, std)
 
 
-def normalized(images: Tensor, mean: Tensor, std: Tensor, erased: Tensor | None = None) -> Tensor:
-    """Returns bytes (B, 3, H, W) in float32, normalised as by torchvision, with boxes set to 0."""
-    images = (images / 255).sub_(mean[:, None, None]).div_(std[:, None, None])
-    if erased is not None:
-        rows = _between(erased[:, 0], erased[:, 2], images.shape[2])
-        columns = _between(erased[:, 1], erased[:, 3], images.shape[3])
-        images.masked_fill_(rows[:, None, :, None] & columns[:, None, None, :], 0)
-    return images
-
-
-def _between(first: Tensor, end: Tensor, length: int) -> Tensor:
-    """Returns a (B, length) mask of the positions in [first, end)."""
-    positions = torch.arange(length, device=first.device)
-    return (first[:, None] <= positions) & (positions < end[:, None])
+def normalized(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Returns bytes (B, 3, H, W) in float32, normalised as by torchvision."""
+    return (images / 255).sub_(mean[:, None, None]).div_(std[:, None, None])

@@ -1,7 +1,6 @@
 """Reports of a run: CSV files, tables and curves."""
 
 import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import nn
 
-from rotp_vision.files import write_atomically
 from rotp_vision.pictures import save_figure
 from rotp_vision.surgery.pools import described_pools
 from rotp_vision.tables import text_table
@@ -24,16 +22,21 @@ class CsvLog:
 
     def __init__(self, path: Path, rows: list[dict[str, Any]]):
         self.path, self.rows = path, rows
-        if rows:
-            write_atomically(path, _csv_text(rows, header=True))
-        else:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+        self._write(rows)
 
     def append(self, row: dict[str, Any]) -> None:
-        text = _csv_text([row], header=not self.rows)
         self.rows.append(row)
-        with self.path.open('a') as file:
-            file.write(text)
+        self._write([row])
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        if not rows:
+            return
+        with self.path.open('a', newline='') as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator='\n')
+            if not file.tell():
+                writer.writeheader()
+            writer.writerows(rows)
 
 
 class Logs:
@@ -60,15 +63,6 @@ class Logs:
     @property
     def _point(self) -> dict[str, int]:
         return {'stage': self.progress.stage, 'epoch': self.progress.epoch}
-
-
-def _csv_text(rows: Sequence[dict[str, Any]], *, header: bool) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator='\n')
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def plan(title: str, facts: Mapping[str, object]) -> str:

@@ -1,8 +1,6 @@
 """The state that all parts of a run share, and evaluation."""
 
-import shlex
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +19,6 @@ from rotp_vision.data.workers import iterate
 from rotp_vision.training.checkpoint import Checkpoint, Progress
 from rotp_vision.training.config import RunConfig
 from rotp_vision.training.processes import exit_status, fail_once, gather
-
-
-def without_resume(args: Sequence[str]) -> list[str]:
-    """Returns a command's arguments without `--resume` and its value."""
-    pairs = zip(['', *args], args, strict=False)
-    return [arg for before, arg in pairs if '--resume' not in (before, arg) and not arg.startswith('--resume=')]
 
 
 @dataclass
@@ -74,12 +66,11 @@ class Run:
         self.say(f'warning: {text}')
 
     def leave(self) -> NoReturn:
-        """Ends the run after a signal and a checkpoint, and prints the command that continues it."""
+        """Ends the run after a signal and a checkpoint."""
         cause = next(name for names in gather(self.stop) for name in names)
-        self.say(f'stopped by {cause} and saved as {self.progress.name}; continue with')
-        script, *args = without_resume(sys.argv)
-        command = ['python', script] if script.endswith('.py') else [Path(script).name]
-        self.say(f'  {shlex.join([*command, *args])} --resume auto')
+        self.say(
+            f'stopped by {cause} and saved as {self.progress.name}; continue by the same command and --resume auto'
+        )
         self.accelerator.end_training()
         raise SystemExit(exit_status(cause))
 
@@ -92,15 +83,14 @@ class Run:
 
     def prepare(self, batch: Batch) -> Batch:
         """Returns a batch of images, or of maps, on that device, in that format and in float32; images normalised."""
-        tensors = {key: value for key, value in batch._asdict().items() if isinstance(value, Tensor)}
-        device = self.accelerator.device
-        on = batch._replace(**{key: value.to(device, non_blocking=True) for key, value in tensors.items()})
-        images = on.images
+        images, labels = (
+            tensor.to(self.accelerator.device, non_blocking=True) for tensor in (batch.images, batch.labels)
+        )
         if images.dtype == torch.uint8:
-            images = normalized(images, *self._norm_on_device, on.erased)
+            images = normalized(images, *self._norm_on_device)
         layout = torch.channels_last if self.config.channels_last else torch.contiguous_format
         images = images.float().contiguous(memory_format=layout) if images.dim() == 4 else images
-        return on._replace(images=images)
+        return batch._replace(images=images, labels=labels)
 
     @cached_property
     def _norm_on_device(self) -> tuple[Tensor, Tensor]:

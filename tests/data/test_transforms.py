@@ -39,12 +39,15 @@ def test_augmentation_is_that_of_timm(changes):
     schedule = Schedule(12, 12, 1, Shard(0, 1), 3, range(2, 3))
     (batch,) = train_batches(source, transform, config, schedule)
     ((_, order),) = schedule.passes()
-    found = normalized(batch.images, *NORMS, batch.erased)
-    for image, index in zip(found, order, strict=True):
+    erased = 0
+    for image, index in zip(normalized(batch.images, *NORMS), order, strict=True):
         with seeded(3, 2, index):
             expected = plain(source.read(index)[0])
-        assert image.equal(expected)
-    assert 2 < int(batch.erased.any(1).sum()) < 12
+        filled = (expected == 0).all(0)  # with the mean color, which is rounded here
+        assert image[:, ~filled].equal(expected[:, ~filled])
+        assert image[:, filled].abs().lt(0.5 / 255 / 0.22).all()
+        erased += bool(filled.any())
+    assert 2 < erased < 12
 
 
 def photo(size):

@@ -18,7 +18,6 @@ from rotp_vision.training.checkpoint import load_checkpoint
 from rotp_vision.training.config import PoolStageConfig
 from rotp_vision.training.optimize import learning_rates, make_optimizer, make_scheduler
 from rotp_vision.training.processes import hold
-from rotp_vision.training.run import without_resume
 from tests.training.runs import TINY, Run, Stop, changed
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
@@ -292,11 +291,6 @@ def test_an_evaluation_ends_with_a_signal(single, tmp_path):
     stop = Stop(signal.SIGTERM, data / 'val/2/3.png')
     assert run.run('--evaluate', str(single.output / 'export'), stop=stop) == -signal.SIGTERM, run.text
     assert 'Validation' not in run.text
-
-
-def test_the_command_that_continues():
-    command = ['train.py', '--mixed_precision', 'auto', '--resume', 'auto', '--trackers', '[tensorboard]', '--resume=x']
-    assert without_resume(command) == ['train.py', '--mixed_precision', 'auto', '--trackers', '[tensorboard]']
 
 
 @pytest.mark.parametrize('train', ['pool', 'pool+classifier', 'all'])
