@@ -47,6 +47,7 @@ __all__ = [
     'freeze',
     'load_pretrained',
     'multi_scale',
+    'param_groups',
     'pool_options',
     'probe',
     'push_to_hub',
@@ -75,6 +76,7 @@ if find_spec('timm'):
         fold_gain,
         freeze,
         multi_scale,
+        param_groups,
         revert,
         rot_pools,
     )

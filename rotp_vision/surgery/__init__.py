@@ -4,6 +4,7 @@ from rotp_vision.surgery.convert import convert, describe, revert
 from rotp_vision.surgery.find import find_pools
 from rotp_vision.surgery.fold import fold_gain
 from rotp_vision.surgery.freeze import freeze
+from rotp_vision.surgery.groups import param_groups
 from rotp_vision.surgery.multi_scale import MultiScale, multi_scale
 from rotp_vision.surgery.pools import FoundPool, rot_pools
 
@@ -16,6 +17,7 @@ __all__ = [
     'fold_gain',
     'freeze',
     'multi_scale',
+    'param_groups',
     'revert',
     'rot_pools',
 ]

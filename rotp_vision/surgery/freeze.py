@@ -63,13 +63,18 @@ def freeze_parameters(model: nn.Module, train: Train) -> None:
 def _learning_modules(model: nn.Module, train: Train) -> list[nn.Module]:
     if train == 'all':
         return []
+    pools = pool_modules(model)
+    return pools if train == 'pool' else [*pools, *classifiers(model)]
+
+
+def pool_modules(model: nn.Module) -> list[nn.Module]:
+    """The new pools of a model, and the gains of its sizes; raises a ValueError if there is nothing to train."""
     pools: list[nn.Module] = list(new_pools(model).values())
     if not pools:
         raise ValueError('the model has no ROT pool to train; convert(model) first')
     if not any(True for pool in pools for _ in pool.parameters()):
         raise ValueError("the pools have no parameters to train; ROT pools have some unless learn='fixed'")
-    pools += [module.gain for module in model.modules() if isinstance(module, MultiScale)]
-    return pools if train == 'pool' else [*pools, *classifiers(model)]
+    return pools + [module.gain for module in model.modules() if isinstance(module, MultiScale)]
 
 
 def classifiers(model: nn.Module) -> list[nn.Module]:

@@ -8,28 +8,22 @@ from timm.optim import create_optimizer_v2, param_groups_weight_decay  # pyright
 from timm.scheduler import create_scheduler_v2  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 
-from rotp_vision.surgery.pools import described_pools
+from rotp_vision.surgery import param_groups
 from rotp_vision.training.config import PoolStageConfig, StageConfig
 from rotp_vision.training.report import Rates
 
 
 def make_optimizer(model: nn.Module, settings: StageConfig) -> torch.optim.Optimizer:
     """Returns timm's optimizer. In stage 2 the parameters of the new pools are in separate groups, marked `pooling`."""
-    fixed = getattr(model, 'no_weight_decay', set)()  # of timm's network; timm excludes parameters with one axis itself
-    groups: list[dict[str, Any]] = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=fixed)
-    lr = settings.lr
     if isinstance(settings, PoolStageConfig):
-        ours = {id(parameter) for pool in described_pools(model).values() for parameter in pool.parameters()}
-        alone = settings.train == 'pool'
-        lr = settings.pool_lr if alone else settings.lr
-        # timm's schedules multiply by lr_scale, so that both rates follow the same curve.
-        scale = {} if alone else {'lr_scale': settings.pool_lr / settings.lr}
-        parts = []
-        for pooling, others in ((False, {}), (True, scale)):
-            for group in groups:
-                chosen = [parameter for parameter in group['params'] if (id(parameter) in ours) == pooling]
-                parts.append(group | {'params': chosen, 'pooling': pooling} | others)
-        groups = [group for group in parts if group['params']]
+        lr = settings.pool_lr if settings.train == 'pool' else settings.lr
+        groups = param_groups(model, lr=lr, weight_decay=settings.weight_decay, pool_lr=settings.pool_lr)
+        for group in groups:
+            # timm's schedules multiply by lr_scale, so that both rates follow the same curve to their ends.
+            group |= {'lr': lr, 'lr_scale': group['lr'] / lr}
+    else:
+        lr, excluded = settings.lr, getattr(model, 'no_weight_decay', set)()
+        groups = param_groups_weight_decay(model, settings.weight_decay, no_weight_decay_list=excluded)
     return create_optimizer_v2(groups, settings.optimizer, lr, momentum=settings.momentum)
 
 

@@ -130,7 +130,7 @@ def test_a_finished_run_can_be_made_longer(tmp_path):
     run, long = Run(tmp_path / 'a', settings), Run(tmp_path / 'b', changed(settings, stage2__epochs=2))
     assert run.run() == 0, run.text
     assert run.run('--resume', 'auto', '--stage2.epochs', '2') == 0, run.text
-    assert 'stage2.epochs: 1 → 2; the learning rate follows the schedule of 2 epochs from here on' in run.text
+    assert 'stage2.epochs: 1 → 2; the learning rate now follows the schedule of 2 epochs' in run.text
     assert long.run() == 0, long.text
     assert_same(run, long)
     size = len(run.text)
