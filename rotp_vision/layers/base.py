@@ -1,6 +1,7 @@
 """Shared by the layers: options, learnable weights, pooling of sets (B, D, N), and shapes of feature maps."""
 
 import copy
+import json
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -226,6 +227,26 @@ class ROTPool(OneNode):
         if not self.is_part:
             start_where_absent(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def get_extra_state(self) -> Tensor:
+        """The options that decide what the weights compute, as JSON in a tensor, which safetensors can hold."""
+        return torch.tensor(list(json.dumps(self._function()).encode()), dtype=torch.uint8, device='cpu')
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Raise a ValueError unless the loaded weights belong to a pooling that computes the same."""
+        if state.is_meta:
+            return
+        theirs, mine = json.loads(bytes(state.to(torch.uint8).tolist())), self._function()
+        if theirs != mine:
+            other = {name: value for name, value in theirs.items() if mine.get(name) != value}
+            here = {name: mine.get(name) for name in other}
+            raise ValueError(f'these weights need a pooling with the options {other}, but it has {here}')
+
+    def _function(self) -> dict[str, Any]:
+        """The options that change what is computed from given weights."""
+        names = ('solver', 'feature_scale', 'prior', 'gain')
+        made = {name: getattr(self.options, name) for name in names} | {'structure': float(self.options.structure > 0)}
+        return made | {name: getattr(self.solver, name, None) for name in ('num_iters', 'num_outer', 'similarity')}
 
     def extra_repr(self) -> str:
         given = {'solver': self.options.solver} | self.options.to_dict()
