@@ -135,7 +135,8 @@ class AttentionPrior(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of p0 (B, D) and of q0 (B, N) for `x` (B, D, N), zero on masked samples."""
-        dtype = self.feature_score.weight.dtype
+        # Never read a child's weight: quantised, offloaded and adapted layers hold it elsewhere.
+        dtype = next((parameter.dtype for parameter in self.parameters()), x.dtype)
         wide = torch.promote_types(dtype, torch.float32)
         sample_logits = self.sample_score(torch.tanh(self.sample_hidden(x.mT.to(dtype)))).squeeze(2)
         # Compute U X 1 as N times U of the mean: the sum of a map may overflow float16.
