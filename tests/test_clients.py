@@ -6,9 +6,9 @@ import warnings
 import pytest
 import timm
 import torch
-from torch import nn
 from torch import distributed as dist
 from torch import multiprocessing as mp
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import rotp_vision
