@@ -30,28 +30,36 @@ def generate(
     """
     rng = np.random.default_rng((seed, split, index))
     label = index % num_classes
-    image = _texture(rng, size)
-
+    image = texture(rng, size)
     radius = size * rng.uniform(*radius_range)
-    centre = rng.uniform(radius, size - radius, 2)
+    draw_object(rng, image, CLASSES[label], radius, rng.uniform(radius, size - radius, 2))
+    return to_image(image), label
+
+
+def draw_object(rng: np.random.Generator, image: np.ndarray, shape: str, radius: float, centre: np.ndarray) -> None:
+    """Draw one of `CLASSES` onto an image (size, size, 3) of values 0 to 1, slightly turned, unlike its background."""
     angle = rng.uniform(-0.3, 0.3)
     reach = int(np.ceil(1.5 * radius))
     low = np.maximum(centre.astype(int) - reach, 0)
-    high = np.minimum(centre.astype(int) + reach + 1, size)
+    high = np.minimum(centre.astype(int) + reach + 1, len(image))
     y, x = np.mgrid[low[0] : high[0], low[1] : high[1]]
     y, x = (y - centre[0]) / radius, (x - centre[1]) / radius
     x, y = x * np.cos(angle) - y * np.sin(angle), x * np.sin(angle) + y * np.cos(angle)
     # The signed distance, cut off half a pixel to either side of the edge, is the coverage of a pixel.
-    cover = np.clip(0.5 - _distance(CLASSES[label], x, y) * radius, 0, 1)[..., None]
+    cover = np.clip(0.5 - _distance(shape, x, y) * radius, 0, 1)[..., None]
     patch = image[low[0] : high[0], low[1] : high[1]]
     # A colour unlike the background's, so that the object is visible but its colour does not reveal the class.
     mean = patch.mean((0, 1))
     colour = np.where(mean > 0.5, mean - rng.uniform(0.3, 0.5, 3), mean + rng.uniform(0.3, 0.5, 3))
     patch += cover * (colour - patch)
-    return Image.fromarray((255 * np.clip(image, 0, 1)).astype(np.uint8)), label
 
 
-def _texture(rng: np.random.Generator, size: int) -> np.ndarray:
+def to_image(pixels: np.ndarray) -> Image.Image:
+    """The image of (size, size, 3) values, cut off at 0 and 1."""
+    return Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8))
+
+
+def texture(rng: np.random.Generator, size: int) -> np.ndarray:
     """(size, size, 3) of oriented waves, blotches and grain around a random colour."""
     y, x = np.mgrid[:size, :size].astype(np.float32)
     waves = np.zeros((size, size), np.float32)

@@ -27,7 +27,7 @@ def test_the_object_is_small_and_anywhere(monkeypatch):
 
     centres, areas = [], []
     flat = np.full((64, 64, 3), 0.5, np.float32)
-    monkeypatch.setattr(generated, '_texture', lambda rng, size: flat.copy())
+    monkeypatch.setattr(generated, 'texture', lambda rng, size: flat.copy())
     for index in range(64):
         seen = abs(pixels(0, 0, index, 64) - 127).max(-1) > 12
         areas.append(seen.mean())
