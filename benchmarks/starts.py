@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from timm.layers import SelectAdaptivePool2d
+from timm.layers.adaptive_avgmax_pool import SelectAdaptivePool2d
 from timm.models.resnet import BasicBlock, downsample_conv
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -22,7 +22,7 @@ Weights = Mapping[str, Tensor]  # positive, by name: (1,), or a number for each 
 PAPER_START = 0.6931471805599453
 # α3 over the temperature next to the mean: the plan's samples stay near their prior, whatever the temperature.
 PENALTY = 3.0
-_RESERVED = ('paper', 'embedding', 'avg', 'max', 'avgmax', 'gem')  # names of other poolings, in the layers
+_RESERVED = ('train', 'paper', 'embedding', 'avg', 'max', 'avgmax', 'gem')  # names of other poolings, in the layers
 # The temperature at which pooling is close to the maximum, for values whose spread is about one.
 MAX_START = 0.003
 

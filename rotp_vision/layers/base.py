@@ -4,13 +4,13 @@ import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from rotp_vision.core import ROTProblem, rot_pool, rot_problem, solve
-from rotp_vision.layers.options import PoolOptions, pool_options, positive_integer
+from rotp_vision.layers.options import PoolOptions, Prior, pool_options, positive_integer
 from rotp_vision.layers.parameters import AttentionPrior, NormPrior, PositiveWeight
 
 
@@ -86,7 +86,7 @@ class ROTPool(OneNode):
     """Base of all ROT poolings: pools sets with the plan of a regularized optimal transport problem.
 
     Args:
-        options: `PoolOptions`, a mapping of its fields, or a solver's name.
+        options: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`.
         num_features: D; needed only for attention priors and a gain per channel.
 
     Example:
@@ -95,6 +95,9 @@ class ROTPool(OneNode):
         >>> ROTPool().pool_sets(torch.rand(2, 8, 49)).shape
         torch.Size([2, 8])
     """
+
+    auto_start: ClassVar[Literal['train', 'mean']] = 'mean'
+    auto_prior: ClassVar[Prior] = 'uniform'
 
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
         super().__init__()
@@ -108,40 +111,55 @@ class ROTPool(OneNode):
 
     def _make(self, options: PoolOptions) -> None:
         num_features = self.num_features
-        if num_features is None and (options.prior == 'attention' or options.gain == 'channel'):
+        begun = options.of_layer(self.auto_start, self.auto_prior)
+        if num_features is None and (begun.prior == 'attention' or begun.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
         self.options = options
-        self.solver = options.to_solver()
-        size, learn = 1 if options.learn == 'shared' else self.solver.num_weight_sets, options.learn != 'fixed'
-        self._starts = options.starting_weights()
+        self.solver = begun.to_solver()
+        size, learn = 1 if begun.learn == 'shared' else self.solver.num_weight_sets, begun.learn != 'fixed'
+        self._starts = begun.starting_weights()
         weights = {name: PositiveWeight(start, size, learn) for name, start in self._starts.items()}
         self.weights = nn.ModuleDict(weights)
         self.prior = None
-        if options.prior == 'attention':
+        if begun.prior == 'attention':
             assert num_features is not None
-            self.prior = AttentionPrior(num_features, options.prior_width, options.start != 'paper')
-        elif options.prior == 'norm':
-            self.prior = NormPrior(options.norm_power or 0.0, learn)
+            self.prior = AttentionPrior(num_features, begun.prior_width, begun.start != 'paper')
+        elif begun.prior == 'norm':
+            self.prior = NormPrior(begun.norm_power or 0.0, learn)
         self.gain = None
-        if options.gain != 'off':
-            self.gain = PositiveWeight(1.0, num_features if options.gain == 'channel' and num_features else 1)
+        if begun.gain != 'off':
+            self.gain = PositiveWeight(1.0, num_features if begun.gain == 'channel' and num_features else 1)
 
     def set_options(self, options: PoolOptions | Mapping[str, Any] | str) -> None:
         """Change the options and reset the weights; the prior is kept if its options stay the same."""
-        old, prior = _prior_options(self.options), self.prior
+        old, prior = self._prior_options(), self.prior
         like = next(value for name, value in self.weights.state_dict().items() if name.endswith('.beta'))
         for name in ('weights', 'prior', 'gain'):
             delattr(self, name)  # register them in the order of a new layer, which optimizers rely on
         self._make(pool_options(options))
         self.to(like.device, like.dtype).train(self.training)
-        if _prior_options(self.options) == old:
+        if self._prior_options() == old:
             self.prior = prior
+
+    def _prior_options(self) -> tuple[Any, ...]:
+        """The options that determine the prior."""
+        begun = self.options.of_layer(self.auto_start, self.auto_prior)
+        fixed = begun.prior == 'norm' and begun.learn == 'fixed'
+        return begun.prior, begun.prior_width, begun.norm_power, fixed
 
     def reset_parameters(self) -> None:
         """Reset every weight to the start that the options give."""
         for module in self.modules():
             if isinstance(module, PositiveWeight | NormPrior | AttentionPrior):
                 module.reset_parameters()
+
+    def start_after_other_pooling(self) -> None:
+        """Reset every weight, and start next to the mean where the options leave the start open."""
+        self.reset_parameters()
+        if self.options.start == 'auto':
+            begun = self.options.of_layer('mean', self.auto_prior)
+            power = {'norm_power': begun.norm_power or 0.0} if begun.prior == 'norm' else {}
+            self.set_weights(**begun.starting_weights(), **power)
 
     def pool_sets(
         self,
@@ -253,12 +271,6 @@ class ROTPool(OneNode):
         return ', '.join(f'{name}={value!r}' for name, value in given.items())
 
 
-def _prior_options(options: PoolOptions) -> tuple[Any, ...]:
-    """The options that determine the prior."""
-    fixed = options.prior == 'norm' and options.learn == 'fixed'
-    return options.prior, options.prior_width, options.norm_power, fixed
-
-
 def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) -> None:
     """Reset a pool that replaced a native one if `state_dict` has none of its keys; for `_load_from_state_dict`.
 
@@ -267,7 +279,10 @@ def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) ->
     mine = [value for key, value in state_dict.items() if key.startswith(prefix)]
     if not mine:
         fresh = copy.deepcopy(pool).to_empty(device='cpu')
-        fresh.reset_parameters()
+        if isinstance(fresh, ROTPool):
+            fresh.start_after_other_pooling()
+        else:
+            fresh.reset_parameters()
         # state_dict is torch's own copy, from which the children load next.
         state_dict.update({prefix + key: value for key, value in fresh.state_dict().items()})
     elif any(value.dim() == 0 for value in mine):

@@ -54,7 +54,9 @@ class GlobalROTPool2d(MapPool):
         f_d = Σ_n x_dn P_dn / Σ_n P_dn,   P the plan of the image's problem
 
     Args:
-        options: `PoolOptions`, a mapping of its fields, or a solver's name; None for the recommended pooling.
+        options: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`. None is the recommended
+            pooling, which starts as for training a network along with it, and next to the mean once weights of a
+            network with another pooling are loaded.
         num_features: channels; needed only for attention priors and a gain per channel.
         flatten: whether to drop the spatial axes of the output.
         input_fmt: 'NCHW' or 'NHWC'.
@@ -79,6 +81,9 @@ class GlobalROTPool2d(MapPool):
         >>> pool(maps, log_sample_prior=prior).shape
         torch.Size([2, 8])
     """
+
+    auto_start = 'train'
+    auto_prior = 'norm'
 
     def forward(self, x: Tensor, log_sample_prior: Tensor | None = None) -> Tensor:
         """Pool the map; `log_sample_prior` (B or 1, H, W) holds logits of q0, added to those of the layer's prior."""

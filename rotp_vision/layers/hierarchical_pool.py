@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rotp_vision.layers.base import OneNode, ROTPool
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions, pool_options
+from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions
 
 Options = PoolOptions | Mapping[str, Any] | str
 
@@ -55,14 +55,14 @@ class MixedROTPool2d(MapPool):
         flatten: bool = True,
         input_fmt: Literal['NCHW', 'NHWC'] = 'NCHW',
     ):
-        fusion = pool_options(fusion)
         super().__init__(fusion, num_features, flatten=flatten, input_fmt=input_fmt)
         if isinstance(heads, str) or len(heads) < 2:
             raise ValueError(f'heads must be at least two pooling options, got {heads!r}')
         if gated and num_features is None:
             raise ValueError('num_features must be given for a gated pooling, got None')
-        if fusion.prior != 'uniform':
-            raise ValueError(f"the fusing pooling learns its own prior: prior must be 'uniform', got {fusion.prior!r}")
+        if self.prior is not None:
+            prior = self.options.of_layer().prior
+            raise ValueError(f"the fusing pooling learns its own prior: prior must be 'uniform', got {prior!r}")
         parts = [ROTPool(head, num_features) for head in heads]
         for part in parts:
             part.is_part = True

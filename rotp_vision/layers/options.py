@@ -1,14 +1,16 @@
 """Options of a pooling layer: one frozen object, used by layers, models, surgery, YAML and JSON."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from numbers import Integral, Real
 from typing import Any, Literal, get_args
 
 import torch
 
-from rotp_vision.core import SOLVERS, Backend, FeatureScale, Similarity, Solver, Start, make_solver
+from rotp_vision.core import SOLVERS, Backend, FeatureScale, Similarity, Solver, make_solver
 
+Start = Literal['auto', 'train', 'mean', 'max', 'paper']
 Gain = Literal['off', 'scalar', 'channel']
 Prior = Literal['uniform', 'norm', 'attention']
 Learn = Literal['per-iteration', 'shared', 'fixed']
@@ -16,6 +18,9 @@ Learn = Literal['per-iteration', 'shared', 'fixed']
 # Temperatures at which pooling is close to average pooling, large compared with the spread of the scaled features: raw
 # features of a trained network reach a few hundred, x / rms at most sqrt(N), and log x spans about ten.
 MEAN_START: dict[FeatureScale, float] = {'raw': 1000.0, 'rms': 50.0, 'log': 100.0}
+# Where a network learns along with its pooling: temperature and power of the norm prior (benchmarks/STARTS.md). Chosen
+# on the feature scale 'rms'.
+TRAIN_START, TRAIN_POWER = 2.0, 2.0
 FLOAT32 = torch.finfo(torch.float32)
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -48,8 +53,11 @@ class PoolOptions:
             `register_solver`.
         num_iters: K, iterations of the solver; None means 4, or the number given to `register_solver`.
         num_outer: Sinkhorn's proximal steps of num_iters iterations each; None means 1, or 4 with a structural term.
-        start: 'mean' starts close to average pooling, 'max' close to max pooling ('badmm-q' stays further away, as its
-            sample marginal is fixed to q0), 'paper' starts every weight at softplus(0).
+        start: 'train' suits a network that is trained along with its pooling: temperature 2 and the norm prior with
+            β = 2. 'mean' starts close to average pooling, 'max' close to max pooling ('badmm-q' stays further away, as
+            its sample marginal is fixed to q0), 'paper' starts every weight at softplus(0). 'auto' is 'train' in
+            `GlobalROTPool2d`, until weights of a network with another pooling are loaded into it: then it starts at
+            'mean', so that the network predicts as before. In other layers 'auto' is 'mean'.
         learn: weights 'per-iteration' (Bregman ADMM; Sinkhorn has one set for each outer step), 'shared', or 'fixed'.
         structure: α0, weight of the structural term; 0 leaves it out.
         smoothness: α1.
@@ -60,8 +68,10 @@ class PoolOptions:
         weights: starting values of a registered solver's weights that have no option above.
         similarity: of the structural term, 'covariance' or 'cosine'.
         prior: 'uniform'; 'norm': q0_n ∝ ‖x_n‖^β with the norm of the unscaled features and a learned β; or
-            'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1).
-        norm_power: β of the norm prior at the start, any finite number; None means 0, the uniform prior.
+            'attention': q0 = softmax(wᵀ tanh(V X)), p0 = softmax(U X 1). None means 'norm' in `GlobalROTPool2d`,
+            from start 'train', and if norm_power is given; otherwise 'uniform'.
+        norm_power: β of the norm prior at the start, any finite number; None means 2 from start 'train', otherwise 0,
+            the uniform prior.
         prior_width: rows of V, and the inner width of U = U2 U1, of the attention prior; None means num_features.
         feature_scale: scale on which the plan is computed: 'raw' (the paper), 'rms' (each feature divided by its root
             mean square over the samples) or 'log' (log(max(x, 0) + 0.001)). The unscaled features are averaged.
@@ -73,13 +83,13 @@ class PoolOptions:
         >>> PoolOptions(prior='norm').to_dict()
         {'prior': 'norm'}
         >>> PoolOptions.paper().to_dict()
-        {'solver': 'badmm-e', 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
+        {'solver': 'badmm-e', 'start': 'paper', 'prior': 'uniform', 'feature_scale': 'raw', 'gain': 'off'}
     """
 
     solver: str = 'sinkhorn'
     num_iters: int | None = None
     num_outer: int | None = None
-    start: Start = 'mean'
+    start: Start = 'auto'
     learn: Learn = 'per-iteration'
     structure: float = 0.0
     smoothness: float | Sequence[float] | None = None
@@ -89,7 +99,7 @@ class PoolOptions:
     proximal: float | Sequence[float] | None = None
     weights: Mapping[str, float | Sequence[float]] | None = None
     similarity: Similarity | None = None
-    prior: Prior = 'uniform'
+    prior: Prior | None = None
     norm_power: float | None = None
     prior_width: int | None = None
     feature_scale: FeatureScale = 'rms'
@@ -99,7 +109,7 @@ class PoolOptions:
     def __post_init__(self):
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
-            if value is None and name == 'similarity':
+            if value is None and name in ('prior', 'similarity'):
                 continue
             if not isinstance(value, str) or value not in allowed:
                 raise ValueError(f'{name} must be one of {", ".join(allowed)}, got {value!r}')
@@ -119,9 +129,10 @@ class PoolOptions:
         if self.norm_power is not None:
             self._set('norm_power', finite_number('norm_power', self.norm_power))
         for name, prior in (('norm_power', 'norm'), ('prior_width', 'attention')):
-            if self.prior != prior and getattr(self, name) is not None:
+            implied = name == 'norm_power' and self.prior is None
+            if self.prior != prior and not implied and getattr(self, name) is not None:
                 raise ValueError(
-                    f'{name} has no effect with prior={self.prior!r}; leave it out, or use prior={prior!r}'
+                    f'{name} has no effect with prior={self.prior or "uniform"!r}; leave it out, or use prior={prior!r}'
                 )
         solver, starting = self.to_solver(), self.starting_weights()
         unread = [name for name in self._given() if name not in starting]
@@ -136,8 +147,8 @@ class PoolOptions:
     @classmethod
     def paper(cls, solver: str = 'badmm-e', **changes: Any) -> 'PoolOptions':
         """The published layer (raw features, no gain, every weight from softplus(0)) with some options changed."""
-        published: dict[str, Any] = {'solver': solver, 'start': 'paper', 'feature_scale': 'raw', 'gain': 'off'}
-        return cls(**(published | changes))
+        published = {'solver': solver, 'start': 'paper', 'prior': 'uniform', 'feature_scale': 'raw', 'gain': 'off'}
+        return cls(**{**published, **changes})  # pyright: ignore[reportArgumentType]
 
     @classmethod
     def embedding(cls, **changes: Any) -> 'PoolOptions':
@@ -157,9 +168,30 @@ class PoolOptions:
         return make_solver(self.solver, **{name: value for name, value in given.items() if value is not None})
 
     def starting_weights(self) -> dict[str, float | list[float]]:
-        """The starting values of the weights that the solver reads."""
-        starts = self.to_solver().starts(self.start, MEAN_START[self.feature_scale])
+        """The starting values of the weights that the solver reads; those of start 'auto' are next to the mean."""
+        solver = self.to_solver()
+        if self.start == 'train':
+            starts = solver.starts('mean', TRAIN_START)
+        else:
+            starts = solver.starts('mean' if self.start == 'auto' else self.start, MEAN_START[self.feature_scale])
         return starts | {name: value for name, value in self._given().items() if name in starts}
+
+    def of_layer(self, auto: Literal['train', 'mean'] = 'mean', prior: Prior = 'uniform') -> 'PoolOptions':
+        """These options with the start, the prior and its power that a layer has where they leave it open.
+
+        Args:
+            auto: the layer's start for 'auto'.
+            prior: the layer's prior for None.
+        """
+        start = auto if self.start == 'auto' else self.start
+        if self.prior is not None:
+            prior = self.prior
+        elif start == 'train' or self.norm_power is not None:
+            prior = 'norm'
+        power = self.norm_power
+        if prior == 'norm' and power is None:
+            power = TRAIN_POWER if start == 'train' else 0.0
+        return replace(self, start=start, prior=prior, norm_power=power)
 
     def _given(self) -> dict[str, Any]:
         """The starting values that the options give; a list of one is a number."""
@@ -175,14 +207,18 @@ class PoolOptions:
         return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
-_PRESETS = {'paper': PoolOptions.paper, 'embedding': PoolOptions.embedding}
+_PRESETS: dict[str, Callable[..., PoolOptions]] = {
+    'train': partial(PoolOptions, start='train'),
+    'paper': PoolOptions.paper,
+    'embedding': PoolOptions.embedding,
+}
 
 
 def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, **changes: Any) -> PoolOptions:
     """`PoolOptions` from options, a mapping (JSON, YAML), a name, or None for the defaults, updated with `changes`.
 
-    A name is that of a solver, 'paper' for the published layer, or 'embedding' for feature vectors. In a mapping,
-    `preset: paper` and `preset: embedding` start from these.
+    A name is that of a solver, 'train' for the recommended pooling with that start, 'paper' for the published layer, or
+    'embedding' for feature vectors. In a mapping, `preset: paper` and the like start from these.
 
     >>> pool_options('sinkhorn', feature_scale='log').feature_scale
     'log'
@@ -199,14 +235,12 @@ def pool_options(options: PoolOptions | Mapping[str, Any] | str | None = None, *
     else:
         raise ValueError(
             'pooling options must be PoolOptions, a mapping of its fields, a solver '
-            f"({', '.join(SOLVERS)}), 'paper' or 'embedding', got {type(options).__name__}"
+            f"({', '.join(SOLVERS)}), 'train', 'paper' or 'embedding', got {type(options).__name__}"
         )
     given |= changes
     preset = given.pop('preset', None)
     if preset is not None and preset not in tuple(_PRESETS):
-        raise ValueError(
-            f"preset must be 'paper' or 'embedding', or left out for the recommended pooling, got {preset!r}"
-        )
+        raise ValueError(f"preset must be 'train', 'paper' or 'embedding', or left out, got {preset!r}")
     _refuse_unknown(given)
     return (PoolOptions if preset is None else _PRESETS[preset])(**given)
 

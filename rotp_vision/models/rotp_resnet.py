@@ -29,8 +29,9 @@ class ROTPResNet(ResNet):
     """timm's ResNet with ROT pooling before the classifier, and optionally in the stem.
 
     Args:
-        rotp: options of the global pooling: `PoolOptions`, a mapping of its fields, a solver's name, 'paper',
-            'embedding', or another pooling by its name, such as 'gem' (`SimplePoolOptions`).
+        rotp: options of the global pooling: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`; or
+            another pooling by its name, such as 'gem' (`SimplePoolOptions`). By default it starts as for training, and
+            next to the mean once pretrained weights are loaded.
         rotp_stem: options of the stem's pooling; None keeps its max pooling.
         global_pool: 'rotp', or one of timm's own, with which the network is a plain ResNet.
         args, kwargs: as timm's ResNet takes them.
@@ -120,7 +121,7 @@ _LAYERS = {
     'resnet101': (Bottleneck, (3, 4, 23, 3)),
     'resnet152': (Bottleneck, (3, 8, 36, 3)),
 }
-# Each starts close to what it replaces, so that pretrained weights transfer.
+# With pretrained weights each pool starts close to what it replaces.
 _VARIANTS: dict[str, dict[str, PoolOptions]] = {
     'rotp': {'rotp': PoolOptions()},
     'rotp_e': {'rotp': PoolOptions('badmm-e')},
@@ -150,9 +151,9 @@ default_cfgs = generate_default_cfgs(
 
 
 def _adapt(options: PoolOptions, given: Options) -> Options:
-    """The given options of a variant; a mapping and 'paper' keep the solver that the variant is named after."""
-    if given == 'paper':
-        given = {'preset': 'paper'}
+    """The given options of a variant; mappings, 'train' and 'paper' keep the solver that it is named after."""
+    if given in ('train', 'paper'):
+        given = {'preset': given}
     if not isinstance(given, Mapping) or 'pool' in given or given.get('preset') == 'embedding':
         return given
     kept = {'solver': options.solver} if options.solver != PoolOptions.solver else {}

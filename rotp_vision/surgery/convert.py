@@ -45,13 +45,13 @@ def convert(
 
     Args:
         model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
-        pool: `PoolOptions`, a mapping of its fields, a solver's name, 'paper' for the published layer, or 'embedding'
-            for feature vectors; None for the recommended pooling, `PoolOptions()`. In place of a global pool also a
-            pooling without a plan, by its name ('avg', 'max', 'avgmax', 'gem') or `SimplePoolOptions`; or a module of
-            your own, which takes maps (B, C, H, W), or tokens (B, N, C), and returns (B, C); or a function that makes
-            one for C channels. With start 'mean' each ROT pool starts close to what it replaces: average pools close
-            to the mean, max pools close to the maximum. Padding is masked; an average pool that counts it as zeros
-            (`count_include_pad`) still does.
+        pool: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`; None for the recommended pooling. In
+            place of a global pool also a pooling without a plan, by its name ('avg', 'max', 'avgmax', 'gem') or
+            `SimplePoolOptions`; or a module of your own, which takes maps (B, C, H, W), or tokens (B, N, C), and
+            returns (B, C); or a function that makes one for C channels. With start 'auto' each ROT pool starts close
+            to what it replaces: average pools close to the mean, max pools close to the maximum. With 'train' local
+            pools do so, and global ones start as for training the network along with them. Padding is masked; an
+            average pool that counts it as zeros (`count_include_pad`) still does.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
             network, 'all' for both, or the paths of pools that `find_pools` lists.
         example_input: an input of the model, see `find_pools`.
@@ -271,9 +271,11 @@ def _user_pool(
 
 
 def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels: int, flatten: bool) -> ROTPool:
-    if found.reduction == 'max' and options.start == 'mean':
-        with contextlib.suppress(ValueError):  # a solver of your own has one start only
-            options = replace(options, start='max')
+    if options.start == 'auto' or (options.start == 'train' and found.kind == 'local'):
+        options = replace(options, start='mean')
+        if found.reduction == 'max':
+            with contextlib.suppress(ValueError):  # a solver of your own has one start only
+                options = replace(options, start='max')
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
     elif found.kind == 'global':

@@ -18,7 +18,7 @@ def valid_options(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         'solver': solver,
         'num_iters': rng.choice([None, 3, 4, 5] if solver.endswith('coupled') else [None, 1, 2, 3, 5]),
-        'start': rng.choice(['paper', 'mean', 'max']),
+        'start': rng.choice(['auto', 'train', 'paper', 'mean', 'max']),
         'learn': rng.choice(['per-iteration', 'shared', 'fixed']),
         'structure': rng.choice([0.0, 0.0, 10 ** rng.uniform(-3, 0)]),
         'feature_scale': rng.choice(['raw', 'rms', 'log']),
@@ -98,8 +98,8 @@ NOT_COUNTS = [0, -1, 2.0, '3', True, [2], np.array([2, 2]), 10**400, -(10**400),
 NOT_NUMBERS = [-1.0, -1, float('nan'), float('inf'), '1', True, np.ones(2), 10**400, 1e300, 1e-45, -(10**400), {}, 1j]
 NOT_WEIGHTS = [*NOT_NUMBERS, 0, 0.0, [], [1.0, 'x'], [1.0] * 9, [10**400] * 2, [[1.0]], object(), torch.ones(2), 'abc']
 INVALID = {
-    **dict.fromkeys(('solver', 'start', 'learn', 'prior', 'feature_scale', 'gain', 'backend'), NOT_WORDS),
-    'similarity': [word for word in NOT_WORDS if word is not None],
+    **dict.fromkeys(('solver', 'start', 'learn', 'feature_scale', 'gain', 'backend'), NOT_WORDS),
+    **{name: [word for word in NOT_WORDS if word is not None] for name in ('prior', 'similarity')},
     **dict.fromkeys(('num_iters', 'num_outer', 'prior_width'), NOT_COUNTS),
     'structure': [*NOT_NUMBERS, None, [0.1]],
     'norm_power': ['1', True, float('nan'), float('inf'), np.ones(2), 10**400, 1e300, 1j, [2.0]],

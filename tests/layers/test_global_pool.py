@@ -13,7 +13,7 @@ SOLVERS = ['sinkhorn', 'badmm-e', 'badmm-q', 'badmm-e-coupled']
 
 @pytest.mark.parametrize('options', SOLVERS)
 def test_is_the_core_solver_on_the_flattened_map(options):
-    layer = GlobalROTPool2d(pool_options(options, feature_scale='raw', smoothness=0.5))
+    layer = GlobalROTPool2d(pool_options(options, feature_scale='raw', smoothness=0.5, start='mean'))
     x = torch.rand(2, 6, 3, 5)
     sets = x.flatten(2)
     weights = {name: torch.tensor([value]) for name, value in layer.options.starting_weights().items()}
@@ -33,7 +33,7 @@ def test_every_parameter_that_exists_gets_a_gradient(solver, num_iters):
 def test_one_iteration_is_softmax_pooling():
     x = torch.rand(2, 6, 3, 5)
     weights = (x.flatten(2) / 0.4).softmax(2)
-    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_iters=1, step=0.4, feature_scale='raw'))
+    layer = GlobalROTPool2d(PoolOptions('badmm-e', num_iters=1, step=0.4, feature_scale='raw', start='mean'))
     torch.testing.assert_close(layer(x), (x.flatten(2) * weights).sum(2))
 
 
@@ -55,7 +55,7 @@ def test_timm_pool_protocol_and_repr():
     layer = GlobalROTPool2d('sinkhorn', flatten=True)
     assert (layer.pool_type, layer.feat_mult(), layer.is_identity(), layer.flatten) == ('rotp', 1, False, True)
     assert "solver='sinkhorn', flatten=True, input_fmt='NCHW'" in repr(layer)
-    assert 'smoothness): PositiveWeight(50)' in repr(layer)
+    assert 'smoothness): PositiveWeight(2)' in repr(layer)
     repr(GlobalROTPool2d('sinkhorn').to('meta'))
 
 
@@ -65,7 +65,9 @@ def test_mean_start_hardly_differs_from_the_mean_yet_can_leave_it():
     x = torch.relu(torch.randn(4, 32, 7, 7)) * 2
     for solver in ('sinkhorn', 'badmm-e', 'badmm-q'):
         for feature_scale in ('raw', 'rms', 'log'):
-            layer = GlobalROTPool2d(PoolOptions(solver, feature_scale=feature_scale, prior='attention'), 32)
+            layer = GlobalROTPool2d(
+                PoolOptions(solver, start='mean', feature_scale=feature_scale, prior='attention'), 32
+            )
             pooled = layer(x)
             mean = x.mean((2, 3))
             assert ((pooled - mean).abs() / mean).max() < 0.087
@@ -78,7 +80,7 @@ def test_mean_start_hardly_differs_from_the_mean_yet_can_leave_it():
 def test_mean_start_can_be_left_by_an_optimizer():
     """From a temperature of 50 to near max pooling within 300 steps of AdamW: the target is the maximum."""
     torch.manual_seed(0)
-    layer = GlobalROTPool2d(PoolOptions('sinkhorn', gain='off'))
+    layer = GlobalROTPool2d(PoolOptions('sinkhorn', start='mean', gain='off'))
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.05)
     x = torch.relu(torch.randn(8, 16, 7, 7))
     target = x.amax((2, 3))

@@ -9,10 +9,10 @@ from rotp_vision import PoolOptions, ROTPool, pool_options
 from rotp_vision.core import Sinkhorn
 
 
-def test_defaults_are_next_to_the_mean_on_a_free_scale_with_a_gain():
+def test_defaults_have_a_free_scale_and_a_gain():
     options = PoolOptions()
-    assert (options.solver, options.feature_scale, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'mean')
-    assert (options.num_iters, options.num_outer, options.structure, options.prior) == (None, None, 0.0, 'uniform')
+    assert (options.solver, options.feature_scale, options.gain, options.start) == ('sinkhorn', 'rms', 'scalar', 'auto')
+    assert (options.num_iters, options.num_outer, options.structure, options.prior) == (None, None, 0.0, None)
     assert options.to_solver() == Sinkhorn(num_iters=4)
     assert options.starting_weights() == {'smoothness': 50.0, 'feature_penalty': 1.0, 'sample_penalty': 150.0}
 
@@ -108,7 +108,7 @@ def test_numbers_of_numpy_become_pythons():
         ({1: 2, 'b': 3}, 'unknown pooling option.s. 1, b'),
         ({'prior': 'learned'}, 'prior must be one of uniform, norm, attention'),
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),
-        ({'norm_power': 2.0}, "norm_power has no effect with prior='uniform'; leave it out, or use prior='norm'"),
+        ({'prior': 'uniform', 'norm_power': 2.0}, "norm_power has no effect with prior='uniform'; leave it out"),
         ({'prior': 'norm', 'norm_power': float('nan')}, 'norm_power must be a finite number, got nan'),
         ({'preset': 'papers'}, "preset must be 'paper', or left out .* got 'papers'"),
         ({'learn': 'per-module'}, 'learn must be one of per-iteration, shared, fixed'),

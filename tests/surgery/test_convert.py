@@ -238,7 +238,7 @@ def test_it_says_what_it_changed(caplog):
     head, rule, row = describe(model).splitlines()
     assert head.split('  ')[0].strip() == 'path'
     assert set(rule) == {'-', ' '}
-    for cell in ('squash', 'AdaptiveAvgPool2d(output_size=1)', 'GlobalROTPool2d(sinkhorn', ' 4 ', '8 × 8 × 8'):
+    for cell in ('squash', 'AdaptiveAvgPool2d(output_size=1)', 'GlobalROTPool2d(sinkhorn', ' 5 ', '8 × 8 × 8'):
         assert cell in row
 
 
