@@ -172,7 +172,7 @@ def images(question: str, seed: int, data: Path | None) -> Images:
 
 def draw(question: str, seed: int, split: int, index: int) -> tuple[np.ndarray, int]:
     if question == 'one object':
-        image, target = generate(seed, split, index, SIDE)
+        image, target = generate(seed, split, index, SIDE, radius_range=(0.06, 0.085))
         return np.asarray(image), target
     drawing, num_classes = DRAWN[question]
     target = index % num_classes

@@ -45,8 +45,8 @@ def convert(
 
     Args:
         model: any classifier, from timm, torchvision or your own. Convert it before DDP and `torch.compile`.
-        pool: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`; None for the recommended pooling. In
-            place of a global pool also a pooling without a plan, by its name ('avg', 'max', 'avgmax', 'gem') or
+        pool: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`; None for the recommended pooling.
+            In place of a global pool also a pooling without a plan, by its name ('avg', 'max', 'avgmax', 'gem') or
             `SimplePoolOptions`; or a module of your own, which takes maps (B, C, H, W), or tokens (B, N, C), and
             returns (B, C); or a function that makes one for C channels. With start 'auto' each ROT pool starts close
             to what it replaces: average pools close to the mean, max pools close to the maximum. With 'train' local
