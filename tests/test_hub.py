@@ -4,7 +4,6 @@ import os
 import re
 import sys
 import warnings
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -95,7 +94,7 @@ def test_arguments_and_options_are_saved_by_us_and_by_timm(tmp_path, monkeypatch
 def calibrated(model):
     """As `calibrate` leaves it: other options and weights than those it was converted with."""
     pool = rotp_vision.rot_pools(model)['global_pool']
-    pool.set_options(replace(pool.options, prior='norm', feature_scale='log'))
+    pool.set_options(PoolOptions(prior='norm', feature_scale='log'))
     pool.set_weights(norm_power=1.5)
     return rotp_vision.fold_gain(model)
 

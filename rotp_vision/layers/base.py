@@ -4,7 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -96,7 +96,7 @@ class ROTPool(OneNode):
         torch.Size([2, 8])
     """
 
-    auto_start: ClassVar[Literal['train', 'mean']] = 'mean'
+    auto_start: Literal['train', 'mean'] = 'mean'
     auto_prior: ClassVar[Prior] = 'uniform'
 
     def __init__(self, options: PoolOptions | Mapping[str, Any] | str | None = None, num_features: int | None = None):
@@ -111,10 +111,10 @@ class ROTPool(OneNode):
 
     def _make(self, options: PoolOptions) -> None:
         num_features = self.num_features
-        begun = options.of_layer(self.auto_start, self.auto_prior)
+        self.options = options
+        begun = self._begun()
         if num_features is None and (begun.prior == 'attention' or begun.gain == 'channel'):
             raise ValueError("num_features must be given for prior='attention' and for gain='channel', got None")
-        self.options = options
         self.solver = begun.to_solver()
         size, learn = 1 if begun.learn == 'shared' else self.solver.num_weight_sets, begun.learn != 'fixed'
         self._starts = begun.starting_weights()
@@ -141,9 +141,13 @@ class ROTPool(OneNode):
         if self._prior_options() == old:
             self.prior = prior
 
+    def _begun(self) -> PoolOptions:
+        """The options with the start and the prior of this layer where they leave them open."""
+        return self.options.of_layer(self.auto_start, self.auto_prior)
+
     def _prior_options(self) -> tuple[Any, ...]:
         """The options that determine the prior."""
-        begun = self.options.of_layer(self.auto_start, self.auto_prior)
+        begun = self._begun()
         fixed = begun.prior == 'norm' and begun.learn == 'fixed'
         return begun.prior, begun.prior_width, begun.norm_power, fixed
 
@@ -153,13 +157,15 @@ class ROTPool(OneNode):
             if isinstance(module, PositiveWeight | NormPrior | AttentionPrior):
                 module.reset_parameters()
 
-    def start_after_other_pooling(self) -> None:
-        """Reset every weight, and start next to the mean where the options leave the start open."""
-        self.reset_parameters()
-        if self.options.start == 'auto':
-            begun = self.options.of_layer('mean', self.auto_prior)
-            power = {'norm_power': begun.norm_power or 0.0} if begun.prior == 'norm' else {}
-            self.set_weights(**begun.starting_weights(), **power)
+    def auto_is_mean(self) -> None:
+        """Let start 'auto' be 'mean' from now on; `reset_parameters` then starts the pool there."""
+        self.auto_start = 'mean'
+        begun = self._begun()
+        self._starts = begun.starting_weights()
+        for name, start in self._starts.items():
+            cast(PositiveWeight, self.weights[name]).initial = start
+        if isinstance(self.prior, NormPrior):
+            self.prior.initial = begun.norm_power or 0.0
 
     def pool_sets(
         self,
@@ -278,11 +284,10 @@ def start_where_absent(pool: Any, state_dict: dict[str, Tensor], prefix: str) ->
     """
     mine = [value for key, value in state_dict.items() if key.startswith(prefix)]
     if not mine:
+        if isinstance(pool, ROTPool):
+            pool.auto_is_mean()
         fresh = copy.deepcopy(pool).to_empty(device='cpu')
-        if isinstance(fresh, ROTPool):
-            fresh.start_after_other_pooling()
-        else:
-            fresh.reset_parameters()
+        fresh.reset_parameters()
         # state_dict is torch's own copy, from which the children load next.
         state_dict.update({prefix + key: value for key, value in fresh.state_dict().items()})
     elif any(value.dim() == 0 for value in mine):

@@ -271,11 +271,11 @@ def _user_pool(
 
 
 def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels: int, flatten: bool) -> ROTPool:
-    if options.start == 'auto' or (options.start == 'train' and found.kind == 'local'):
-        options = replace(options, start='mean')
-        if found.reduction == 'max':
-            with contextlib.suppress(ValueError):  # a solver of your own has one start only
-                options = replace(options, start='max')
+    if options.start == 'train' and found.kind == 'local':
+        options = replace(options, start='auto')
+    if options.start == 'auto' and found.reduction == 'max':
+        with contextlib.suppress(ValueError):  # a solver of your own has one start only
+            options = replace(options, start='max')
     if found.kind == 'tokens':
         pool: ROTPool = ROTSetPool(options, channels)
     elif found.kind == 'global':
@@ -296,6 +296,8 @@ def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels
             same=same,
             count_include_pad=found.reduction == 'mean' and (native.count_include_pad or same),
         )
+    pool.auto_is_mean()
+    pool.reset_parameters()
     return pool
 
 

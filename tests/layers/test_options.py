@@ -110,9 +110,9 @@ def test_numbers_of_numpy_become_pythons():
         ({'prior': 'norm', 'prior_width': 4}, "prior_width has no effect with prior='norm'"),
         ({'prior': 'uniform', 'norm_power': 2.0}, "norm_power has no effect with prior='uniform'; leave it out"),
         ({'prior': 'norm', 'norm_power': float('nan')}, 'norm_power must be a finite number, got nan'),
-        ({'preset': 'papers'}, "preset must be 'paper', or left out .* got 'papers'"),
+        ({'preset': 'papers'}, "preset must be 'train', 'paper' or 'embedding', or left out, got 'papers'"),
         ({'learn': 'per-module'}, 'learn must be one of per-iteration, shared, fixed'),
-        (3, "pooling options must be PoolOptions, a mapping of its fields, a solver .* or 'paper', got int"),
+        (3, "pooling options must be PoolOptions, a mapping of its fields, a solver .* or 'embedding', got int"),
     ],
 )
 def test_bad_options(options, message):

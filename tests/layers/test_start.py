@@ -68,6 +68,8 @@ def test_weights_of_a_native_network(native, given, start, tmp_path):
         assert pool.state_dict().keys() == GlobalROTPool2d().state_dict().keys()
         if start == MEAN:
             torch.testing.assert_close(model.eval()(x), native(x), rtol=0.02, atol=0.01)
+        pool.reset_parameters()
+        assert start_of(pool) == start
     again = timm.create_model('resnet18_rotp', **ARGS)
     again.load_state_dict(models[-1].state_dict())  # with the pool's weights
     assert start_of(again.global_pool) == start
