@@ -255,7 +255,7 @@ def register_solver(
         >>> register_solver('softmax', softmax, {'temperature': 50.0})
         >>> pool = GlobalROTPool2d({'solver': 'softmax', 'weights': {'temperature': 2.0}})
         >>> pool(torch.rand(2, 8, 7, 7)).shape, sorted(pool.named_weights())
-        (torch.Size([2, 8]), ['gain', 'temperature'])
+        (torch.Size([2, 8]), ['gain', 'norm_power', 'temperature'])
     """
     if not isinstance(name, str) or not name or name in _RESERVED or (name in SOLVERS and name not in _REGISTERED):
         raise ValueError(f'name must be a string not used by a built-in solver, got {name!r}')

@@ -29,7 +29,7 @@ def freeze(model: nn.Module, train: Train = 'pool') -> nn.Module:
         >>> import timm, rotp_vision
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
         >>> model = rotp_vision.freeze(model)
-        trainable params: 4 || all params: 372,983 || trainable%: 0.0011
+        trainable params: 5 || all params: 372,984 || trainable%: 0.0013
     """
     freeze_parameters(model, train)
     total = sum(parameter.numel() for parameter in model.parameters())
