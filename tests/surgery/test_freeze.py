@@ -38,7 +38,7 @@ def test_only_the_pool_trains(capsys):
     names = [name for name, _ in model.named_parameters() if name.startswith('global_pool.')]
     assert trainable(model) == names
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert f'trainable params: 4 || all params: {total:,} || trainable%: {400 / total:.4f}' in capsys.readouterr().out
+    assert f'trainable params: 5 || all params: {total:,} || trainable%: {500 / total:.4f}' in capsys.readouterr().out
 
 
 def test_norm_and_dropout_rest_even_in_training_mode():
