@@ -5,7 +5,7 @@ from torch import Tensor
 # Entries of the plans in a chunk, on a CPU and elsewhere. On a CPU a chunk should stay in the cache, and recomputed
 # chunks bound the memory of the backward pass; a GPU wants few launches, so there the limits bound memory alone.
 ENTRIES = {
-    'operator': (2**18, 2**62),
+    'operator': (2**19, 2**62),
     'formula': (2**20, 2**25),
     'windows': (2**18, 2**27),
 }

@@ -188,18 +188,21 @@ class _SinkhornPool(torch.autograd.Function):
         multiply = _exact_product(dtype)
         with torch.autocast(device_type(x), enabled=False):
             for sets in ctx.chunks:
-                part, exists, count, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
-                square = (part * SQUARE_SCALE).square_() if rms or norms is not None else part
+                # Squares come before the transposition, which is faster once the features are in the cache.
+                square = (x[sets].to(dtype) * SQUARE_SCALE).square_() if rms or norms is not None else x
                 if norms is not None:
-                    norm_square = square.sum(2).clamp_min_((FLOOR * SQUARE_SCALE) ** 2).unsqueeze(1)
+                    norm_square = square.sum(1, keepdim=True).clamp_min_((FLOOR * SQUARE_SCALE) ** 2)
                     norms[sets] = 0.5 * norm_square.log_() - math.log(SQUARE_SCALE)
+                square_sum = square.sum(2).unsqueeze(1) if rms else None
+                del square  # free memory before the exponentials
+                part, exists, count, log_p, log_q = _chunk(sets, x, mask, log_p0, log_q0, dtype)
+                if norms is not None:
                     log_q = log_q + power * norms[sets]
-                if rms:
-                    mean_square = square.sum(1, keepdim=True) / count
-                    inverse = (mean_square + (FLOOR * SQUARE_SCALE) ** 2).rsqrt_()
-                    torch.mul(inverse, tau * SQUARE_SCALE, out=scale[sets])
-                else:
+                if square_sum is None:
                     scale[sets] = tau
+                else:
+                    inverse = (square_sum / count + (FLOOR * SQUARE_SCALE) ** 2).rsqrt_()
+                    torch.mul(inverse, tau * SQUARE_SCALE, out=scale[sets])
                 centred, exps, peak, column, v = _exponentials(part, exists, scale[sets], warm)
                 log_p, log_q = torch.lerp(scale[sets] * peak, log_p, rho2), torch.lerp(column, log_q, rho3)
                 for k in range(num_iters):
