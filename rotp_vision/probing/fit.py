@@ -18,6 +18,7 @@ from rotp_vision.calibration.report import in_points
 from rotp_vision.calibration.scores import Difference, rank
 from rotp_vision.probing.poolings import OURS, Pooling, all_poolings
 from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
+from rotp_vision.probing.temperature import Temperature, fit_temperature
 from rotp_vision.tables import markdown_table
 
 Neck = Callable[[Tensor], Tensor]
@@ -66,10 +67,12 @@ class ProbeResult:
     Attributes:
         rows: every kind of pooling, from average pooling to ROTP.
         chosen: the row of ROTP if it beats average pooling, otherwise that of average pooling.
-        classifier: of the features of the chosen pooling, fitted on all images, with the standardization folded in.
+        classifier: of the features of the chosen pooling, fitted on all images. Standardization and temperature are
+            folded in, so that the softmax of its outputs is a probability.
         num_images: number of images.
         num_groups: number of groups of images.
         num_folds: of the cross-validation.
+        temperature: the temperature of the classifier's probabilities, and what it does to them.
         neck: the layers between the pool and the classifier.
 
     Example:
@@ -85,6 +88,7 @@ class ProbeResult:
     num_images: int
     num_groups: int
     num_folds: int
+    temperature: Temperature
     neck: Neck | None = None
 
     @property
@@ -113,7 +117,7 @@ class ProbeResult:
     def __str__(self) -> str:
         groups = '' if self.num_groups == self.num_images else f' in {self.num_groups} groups'
         head = f'{self.num_images} images{groups}, {len(self.classifier.bias)} classes, {self.num_folds} folds'
-        return f'{head}\n\n{self.table()}\n\n{self.sentence}'
+        return f'{head}\n\n{self.table()}\n\n{self.temperature}\n\n{self.sentence}'
 
     def logits(self, maps: Tensor) -> Tensor:
         """(n, classes) logits by the chosen pooling and its classifier, of maps as `fit_probe` takes them."""
@@ -142,7 +146,8 @@ def fit_probe(
     error, which depends less on single images than accuracy does. To score them, they are chosen on the other folds,
     by classifiers that were fitted without the scored fold too: the folds are left out in pairs. ROTP is the best that
     a ROT pool can be. It is chosen if it beats average pooling by a standard error of the score, or by one of the
-    squared error if its score is not lower.
+    squared error if its score is not lower. One temperature, fitted to the outputs for the folds left out, makes
+    probabilities of the outputs of the final classifier.
 
     Args:
         maps: (n, C, H, W) maps or (n, N, C) tokens, the input of the network's pool, in any floating dtype and on any
@@ -192,8 +197,11 @@ def fit_probe(
         rows.append(make_row(name, best, judged_as_chosen, average, targets, groups))
     chosen = rows[-1] if rows[-1].beats_average else rows[0]
     features = pooled_features(maps, chosen.pooling, neck)
+    temperature = fit_temperature(RidgeFolds(features, targets, folds, num_classes).out_of_fold(), targets, folds)
     classifier = RidgeFolds(features, targets, torch.zeros_like(folds), num_classes).classifier()
-    return ProbeResult(tuple(rows), chosen, classifier, len(targets), len(groups.unique()), num_folds, neck)
+    num_groups = len(groups.unique())
+    classifier = classifier.scaled(temperature.factor)
+    return ProbeResult(tuple(rows), chosen, classifier, len(targets), num_groups, num_folds, temperature, neck)
 
 
 def checked_groups(

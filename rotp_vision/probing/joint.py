@@ -11,6 +11,7 @@ from rotp_vision.layers import ROTPool
 from rotp_vision.probing.fit import Judged, Neck, ProbeResult, as_sets, balanced_difference, make_row, pooled_features
 from rotp_vision.probing.poolings import OURS, Pooling
 from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
+from rotp_vision.probing.temperature import fit_temperature
 
 _EPOCHS = 20
 _BATCH = 64
@@ -45,21 +46,22 @@ def train_jointly(
         RidgeFolds(pooled_features(maps, row.pooling, result.neck), targets, folds, num_classes)
         for row in (result.rows[0], result.chosen)
     ]
-    average, before, trained = (Judged(*torch.empty(2, len(targets))) for _ in range(3))
+    average, before = (Judged.of(ridge.out_of_fold(), targets) for ridge in closed)
+    outputs = torch.empty(len(targets), num_classes)
     with tqdm(None, 'training', (result.num_folds + 1) * _EPOCHS, unit='epoch', disable=not progress) as bar:
         for k in range(result.num_folds):
             learned, judged = (folds != k).nonzero().squeeze(1), (folds == k).nonzero().squeeze(1)
             pooling, classifier = _train(start, maps[learned], targets[learned], num_classes, result.neck, bar)
-            logits = [ridge.held_out(k)[1] for ridge in closed]
-            logits.append(classifier(pooled_features(maps[judged], pooling, result.neck)).softmax(1))
-            for record, some in zip((average, before, trained), logits, strict=True):
-                for values, new in zip(record, Judged.of(some, targets[judged]), strict=True):
-                    values[judged] = new
+            outputs[judged] = classifier(pooled_features(maps[judged], pooling, result.neck))
         pooling, classifier = _train(start, maps, targets, num_classes, result.neck, bar)
+    trained = Judged.of(outputs.softmax(1), targets)
     row = make_row(pooling.family, pooling, trained, average, targets, groups)
     result = replace(result, rows=(*result.rows, row))
     difference, error = balanced_difference(trained.right, before.right, targets, groups)
-    return replace(result, chosen=row, classifier=classifier) if difference > error else result
+    if difference <= error:
+        return result
+    temperature = fit_temperature(outputs, targets, folds)
+    return replace(result, chosen=row, classifier=classifier.scaled(temperature.factor), temperature=temperature)
 
 
 def _train(

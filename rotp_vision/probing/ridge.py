@@ -20,6 +20,10 @@ class Linear(NamedTuple):
     def __call__(self, features: Tensor) -> Tensor:
         return F.linear(features, self.weight.to(features.device), self.bias.to(features.device))
 
+    def scaled(self, factor: float) -> 'Linear':
+        """The classifier with its logits multiplied by a factor."""
+        return Linear(factor * self.weight, factor * self.bias)
+
 
 def class_weights(targets: Tensor) -> Tensor:
     """(n,) weights of the images, equal in sum for all classes that have images; they add up to one."""
@@ -105,6 +109,14 @@ class RidgeFolds:
         held = torch.isin(self.folds, torch.tensor(left_out, device=self.folds.device))
         images = held.nonzero().squeeze(1)
         return images.cpu(), self._fit((~held).nonzero().squeeze(1))(self.z[images]).cpu()
+
+    def out_of_fold(self) -> Tensor:
+        """(n, K) logits on the CPU, of each image by a fit on the other folds."""
+        logits = torch.empty(self.onehot.shape)
+        for k in range(self.num_folds):
+            images, values = self.held_out(k)
+            logits[images] = values
+        return logits
 
     def classifier(self) -> Linear:
         """The classifier of the features, fitted on all images, with the standardization folded in."""
