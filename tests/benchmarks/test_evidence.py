@@ -10,7 +10,7 @@ from datasets import Dataset, Image
 from PIL import Image as Pillow
 from torch import nn
 
-from benchmarks import evidence, evidence_classes, probe, real_data, small_objects
+from benchmarks import evidence, evidence_classes, probe, real_data
 from benchmarks.evidence_poolings import (
     ALONE,
     AVERAGE,
@@ -23,7 +23,6 @@ from benchmarks.evidence_poolings import (
     mean_max,
 )
 from benchmarks.evidence_report import Setting, of_classes, verdict
-from benchmarks.paper import Results
 from benchmarks.real_data import NETWORKS, maps_of
 from rotp_vision.layers import MixedROTPool2d
 
@@ -210,12 +209,3 @@ def test_probe_judges_every_image_in_the_order_of_the_file(data, tmp_path):
     right, chosen = probe.judge(maps, targets, groups, 5)
     assert all(len(values) == 45 for values in right.values())
     assert f'| {probe.CHOICE} |' in probe.report(right, targets, groups, chosen)
-
-
-def test_small_objects(tmp_path, monkeypatch):
-    monkeypatch.setattr(small_objects, 'RADII', (0.1, 0.2))
-    results = Results(tmp_path)
-    small_objects.report(results, seeds=1, num_train=32, num_test=8, epochs=1)
-    table = results.tables['small_objects_sizes']
-    assert all(name in table for name in (*small_objects.FROM_SCRATCH, small_objects.FITTED_AFTERWARDS))
-    assert [path.name for path in results.figures] == ['small_objects.png']
