@@ -64,8 +64,8 @@ class PoolConfig:
 
     Args:
         options: a mapping of the pooling's options (see rotp_vision.PoolOptions), a solver's name, `paper` for the
-            published layer, or another pooling by name: `gem`, or {pool: gem, power: 3, learn: true}; unset for the
-            recommended pooling.
+            published layer, `train` for the start of a network that trains along, or another pooling by name: `gem`,
+            or {pool: gem, power: 3, learn: true}; unset for the recommended pooling, next to the mean.
         where: which pools are replaced: global (before the classifier), local (inside the network) or all.
     """
 
