@@ -57,6 +57,7 @@ CANDIDATES = {f'ROTP, T = {t}, β = 2': rotp(t, 2) for t in (2, 5, 10)}
 NEXT_TO_MEAN = 'ROTP, T = 50, no norm prior'
 LATER = {f'ROTP, T = {t}, β = 2': rotp(t, 2) for t in (2, 10, 50)}  # candidates behind a network trained with average
 POOLINGS = PEERS | {NEXT_TO_MEAN: lambda: GlobalROTPool2d({'start': 'mean', 'prior': 'uniform'})} | CANDIDATES | LATER
+ONE_STAGE, TWO_STAGES = [*PEERS, NEXT_TO_MEAN, *CANDIDATES], ['average', 'max', NEXT_TO_MEAN, *LATER]
 
 
 class Setting(NamedTuple):
@@ -73,9 +74,7 @@ class Setting(NamedTuple):
 
     @property
     def poolings(self) -> list[str]:
-        if self.two_stages:
-            return ['average', 'max', NEXT_TO_MEAN, *LATER]
-        return [*PEERS, NEXT_TO_MEAN, *CANDIDATES]
+        return TWO_STAGES if self.two_stages else ONE_STAGE
 
 
 SETTINGS = [
@@ -331,35 +330,32 @@ def choose(scores: dict[str, dict[str, list[float]]], names: Sequence[str], with
 
 
 def tables(rows: Sequence[Row]) -> dict[str, list[dict[str, str]]]:
-    """The tables of the page: each pooling in each setting, with one stage and with two."""
+    """The tables of the page, of the settings whose runs are complete: with one stage and with two."""
     made = {}
-    for stages, candidates in (('1', CANDIDATES), ('2', LATER)):
+    for stages, names in (('1', ONE_STAGE), ('2', TWO_STAGES)):
         scores: dict[str, dict[str, list[float]]] = {}
         for row in rows:
             if str(row['stages']) == stages:
                 name = f'{row["question"]}, {row["network"]}'
                 scores.setdefault(name, {}).setdefault(row['pooling'], []).append(float(row['accuracy']))
-        names = [name for name in POOLINGS if any(name in poolings for poolings in scores.values())]
-        lines = [_line(name, scores, {s: scores[s].get(name) for s in scores}) for name in names]
+        scores = {s: given for s, given in scores.items() if all(len(given.get(n, ())) == SEEDS for n in names)}
+        if not scores:
+            continue
+        lines = [_line(name, scores, {s: scores[s][name] for s in scores}) for name in names]
         if stages == '1':
-            chosen = {s: choose(scores, list(candidates), s.split(',')[0]) for s in scores}
+            chosen = {s: choose(scores, list(CANDIDATES), s.split(',')[0]) for s in scores}
             lines.append(_line('**chosen on the other questions**', scores, {s: scores[s][chosen[s]] for s in scores}))
         made[f'starts_{stages}'] = lines
     return made
 
 
-def _line(
-    name: str, scores: dict[str, dict[str, list[float]]], values: dict[str, list[float] | None]
-) -> dict[str, str]:
-    cells = {s: '' if v is None else f'{mean(v):.1f}' for s, v in values.items()}
-    line = {'pooling': name} | cells
-    known = [v for v in values.values() if v is not None]
-    if len(known) < len(scores):
-        return line | {'mean': '', 'worst gap': '', 'mean regret': ''}
-    seeds = [mean(run) for run in zip(*known, strict=True)]
-    best = [max(mean(scores[s][peer]) for peer in PEERS if peer in scores[s]) for s in scores]
-    gaps = [b - mean(v) for b, v in zip(best, known, strict=True)]
-    error = stdev(seeds) / len(seeds) ** 0.5 if len(seeds) > 1 else float('nan')
+def _line(name: str, scores: dict[str, dict[str, list[float]]], values: dict[str, list[float]]) -> dict[str, str]:
+    seeds = [mean(run) for run in zip(*values.values(), strict=True)]
+    gaps = [
+        max(mean(scores[s][peer]) for peer in PEERS if peer in scores[s]) - mean(given) for s, given in values.items()
+    ]
+    error = stdev(seeds) / len(seeds) ** 0.5
+    line = {'pooling': name} | {s: f'{mean(given):.1f}' for s, given in values.items()}
     line |= {'mean': f'{mean(seeds):.1f} ± {error:.1f}', 'worst gap': f'{max(gaps):.1f}'}
     return line | {'mean regret': f'{mean(gaps):.1f}'}
 

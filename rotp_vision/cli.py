@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command('convert', _convert, 'replace the pooling of a network and save the result')
     _add_source(add)
     add('--random-weights', action='store_true', help='convert a network with random weights')
-    add('--pool', metavar='NAME', help="'train', 'embedding', 'gem', 'max', …, a solver's name, or 'paper'; see `convert`")
+    add('--pool', metavar='NAME', help="'train', 'embedding', 'gem', …, a solver's name, or 'paper'; see `convert`")
     text = 'another option: --set feature_scale=log --set step=5'
     add('--set', action='append', default=[], metavar='NAME=VALUE', help=text)
     add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")

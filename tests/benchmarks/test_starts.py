@@ -45,7 +45,8 @@ def test_runs_are_added_once_and_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(starts, 'NUM_TEST', 16)
     settings = [starts.Setting('one object', 'plain', 3, True), starts.Setting('how many', 'residual', 1)]
     monkeypatch.setattr(starts, 'SETTINGS', settings)
-    monkeypatch.setattr(starts.Setting, 'poolings', property(lambda self: ['GeM, p learned from 3', *starts.LATER]))
+    monkeypatch.setattr(starts, 'TWO_STAGES', ['average', *starts.LATER])
+    monkeypatch.setattr(starts, 'ONE_STAGE', ['GeM, p learned from 3', *starts.LATER])
     monkeypatch.setattr(starts, 'SEEDS', 1)
     starts.run_missing(tmp_path / 'runs.csv', (1, 2), 1e9, None)
     rows = starts.read(tmp_path / 'runs.csv')
