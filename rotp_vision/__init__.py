@@ -27,6 +27,7 @@ __all__ = [
     'MEAN_POOL',
     'Calibration',
     'Comparison',
+    'Embedder',
     'FoundPool',
     'GlobalROTPool2d',
     'LocalROTPool2d',
@@ -41,6 +42,7 @@ __all__ = [
     'compare',
     'convert',
     'describe',
+    'embed_folder',
     'find_pools',
     'fit_probe',
     'fold_gain',
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
 
 if find_spec('timm'):
     from rotp_vision.calibration import Calibration, calibrate
+    from rotp_vision.embedding import Embedder, embed_folder
     from rotp_vision.evaluation import Comparison, compare, verify
     from rotp_vision.hub import load_pretrained, push_to_hub, read_state_dict, save_pretrained
     from rotp_vision.models import ROTPResNet

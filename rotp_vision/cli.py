@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | probe | visualize | train."""
+"""The command line: rotp-vision convert | inspect | revert | verify | probe | embed | visualize | train."""
 
 import argparse
 import ast
@@ -14,6 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from rotp_vision.calibration import Metric, calibrate
+from rotp_vision.embedding import Embedder, embed_folder
+from rotp_vision.embedding.embedder import Precision
+from rotp_vision.embedding.folder import Metric as RetrievalMetric
 from rotp_vision.evaluation import ImageFiles, image_batches, image_config, record_image_config, verify
 from rotp_vision.files import check_writable
 from rotp_vision.hub import (
@@ -66,9 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add = command('convert', _convert, 'replace the pooling of a network and save the result')
     _add_source(add)
     add('--random-weights', action='store_true', help='convert a network with random weights')
-    add('--pool', metavar='NAME', help="'train', 'embedding', 'gem', …, a solver's name, or 'paper'; see `convert`")
-    text = 'another option: --set feature_scale=log --set step=5'
-    add('--set', action='append', default=[], metavar='NAME=VALUE', help=text)
+    _add_pool(add)
     add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     add('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
     add('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
@@ -105,6 +106,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(add, 'directory to write (model.safetensors, config.json, probe.md)')
     _add_loading(add)
 
+    add = command('embed', _embed, 'write feature vectors of the images in a folder')
+    _add_source(add)
+    add('--images', required=True, help='folder of images, in class folders for scores')
+    _add_pool(add)
+    _add_image_size(add)
+    add('--precision', choices=get_args(Precision), default='float32')
+    add('--whiten', action='store_true', help='fit mean and whitening to these images')
+    add('--fit', choices=get_args(RetrievalMetric), help='choose the pooling by this score of the class folders')
+    add('--group-by', choices=['folder'], help='images in one folder must not find each other')
+    add('--neighbours', type=int, default=0, metavar='K', help='draw a few queries with their K nearest images')
+    _add_output(add, 'directory to write (embeddings.npy, metadata.csv, embedder, embeddings.json)')
+    _add_loading(add)
+
     add = command('visualize', _visualize, 'draw the weight of each position, and its contribution to a class')
     add('--model', required=True, help='directory that `convert` or training wrote')
     add('--images', required=True, nargs='+', help='image files, or folders of them')
@@ -124,6 +138,12 @@ def _add_source(add: Callable[..., Any]):
     add('--pretrained', action='store_true', help="use timm's or torchvision's pretrained weights")
     add('--num-classes', type=int, help='number of classes, if not the default')
     _add_model_kwargs(add, 'further arguments of the network: global_pool=avg img_size=256')
+
+
+def _add_pool(add: Callable[..., Any]):
+    add('--pool', metavar='NAME', help="'train', 'embedding', 'gem', …, a solver's name, or 'paper'; see `convert`")
+    text = 'another option: --set feature_scale=log --set power=5'
+    add('--set', action='append', default=[], metavar='NAME=VALUE', help=text)
 
 
 def _add_model_kwargs(add: Callable[..., Any], text: str):
@@ -262,6 +282,29 @@ def _probe(args: argparse.Namespace):
     )
     print(f'\n{result}')
     _print_written(args.output)
+
+
+def _embed(args: argparse.Namespace):
+    check_writable(Path(args.output).parent)
+    given = _assignments(args.set, '--set')
+    options = any_pool_options(args.pool or 'embedding', **given)
+    args.pretrained = args.pretrained or not (args.checkpoint or Path(args.model).is_dir())
+    embedder = Embedder(_load(args), options, image_size=args.image_size, device=args.device, precision=args.precision)
+    if args.pool or given:
+        embedder.set_pool(options)  # also where the network has a pool of ours already
+    result = embed_folder(
+        embedder,
+        args.images,
+        args.output,
+        group_by=args.group_by,
+        whiten=args.whiten,
+        fit=args.fit,
+        neighbours=args.neighbours,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        force=args.force,
+    )
+    print(f'\n{result}')
 
 
 # Constants that JSON and YAML spell differently from Python.

@@ -20,12 +20,13 @@ BELOW = {
     'tables': set(),
     **dict.fromkeys(TOOLS, NETWORKS | {'extras', 'files', 'images', 'tables'}),
     'evaluation': NETWORKS | {'calibration', 'data', 'images', 'tables'},
+    'embedding': NETWORKS | {'data', 'evaluation', 'files', 'hub', 'images', 'probing', 'tables'},
     'data': NETWORKS | {'files', 'images'},
     'training': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables'},
     'probing': NETWORKS | TOOLS | {'data', 'extras', 'files', 'images', 'tables'},
-    'cli': NETWORKS | TOOLS | {'probing', 'training', 'extras', 'files', 'tables'},
+    'cli': NETWORKS | TOOLS | {'embedding', 'probing', 'training', 'extras', 'files', 'tables'},
     'run': {'__init__'},
-    '__init__': NETWORKS | TOOLS | {'probing'},
+    '__init__': NETWORKS | TOOLS | {'embedding', 'probing'},
 }
 OUTSIDE = {'core': {'torch'}, 'layers': {'torch'}}  # what the rooms without vision may import from elsewhere
 

@@ -1,9 +1,12 @@
 """Retrieval scores of feature vectors: every image searches all others except those of its own group."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rotp_vision.probing.ridge import assign_folds
 
 NEIGHBOURS = 10  # that vote in kNN classification
 _BLOCK = 2**24  # similarities at a time
@@ -81,3 +84,48 @@ def mean_over_groups(values: Tensor, groups: Tensor | None = None) -> tuple[floa
     share = (values - values.mean()) / len(values)
     sums = share.new_zeros(int(members.max()) + 1).index_add(0, members, share)
     return float(values.mean()), float((sums.square().sum() * len(sums) / (len(sums) - 1)).sqrt())
+
+
+class Choice(NamedTuple):
+    """A pooling chosen by retrieval scores.
+
+    Attributes:
+        name: the pooling, which is the preset unless another is clearly better.
+        best: the pooling with the highest score on all images.
+        gain: score of the poolings chosen on other groups minus that of the preset, on the same queries.
+        error: its standard error over the groups.
+    """
+
+    name: str
+    best: str
+    gain: float
+    error: float
+
+
+def choose(scores: Mapping[str, Tensor], preset: str, labels: Tensor, groups: Tensor, num_folds: int = 4) -> Choice:
+    """Choose a pooling by the scores of each query, judged on queries of other groups than it was chosen on.
+
+    The groups are dealt to folds. For each fold the pooling with the highest mean score on the queries of the other
+    folds is judged by the queries of this one. The best pooling replaces the preset if the poolings that were chosen
+    so are better than it by two standard errors.
+
+    Args:
+        scores: (n,) scores of each query, by pooling, as `retrieval` gives them.
+        preset: the pooling that is kept otherwise.
+        labels: (n,) class indices.
+        groups: (n,) integers; a class must have images of `num_folds` groups.
+        num_folds: of the cross-validation.
+    """
+    names = list(scores)
+    few = [label for label in labels.unique().tolist() if len(groups[labels == label].unique()) < num_folds]
+    if few:
+        raise ValueError(f'every class needs images of at least {num_folds} groups, but {len(few)} classes have fewer')
+    folds = assign_folds(labels, groups, num_folds)
+    stacked = torch.stack([scores[name] for name in names]).double()  # (poolings, n)
+    judged = torch.full_like(stacked[0], torch.nan)
+    for fold in range(num_folds):
+        inside = folds == fold
+        judged[inside] = stacked[int(stacked[:, ~inside].nanmean(1).argmax()), inside]
+    gain, error = mean_over_groups(judged - scores[preset], groups)
+    best = names[int(stacked.nanmean(1).argmax())]
+    return Choice(best if gain > 2 * error else preset, best, gain, error)

@@ -33,7 +33,7 @@ def build(name: str, **kwargs: Any) -> nn.Module:
     known = torchvision.models.list_models(torchvision.models)
     if name.removeprefix(TORCHVISION) not in known:
         raise ValueError(f'{name!r} is not a classification model of torchvision; it has {", ".join(known)}')
-    return torchvision.models.get_model(name.removeprefix(TORCHVISION), weights=None, **kwargs)
+    return torchvision.models.get_model(name.removeprefix(TORCHVISION), **({'weights': None} | kwargs))
 
 
 def is_own(base: str) -> bool:
