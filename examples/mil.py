@@ -218,11 +218,8 @@ def cross_validate(bags: Bags, pooling: str, repetition: int) -> dict[str, str]:
         training, held_out = (bags.pick(one.nonzero().squeeze(1)) for one in (folds != k, folds == k))
         model = train(training, pooling, seed=FOLDS * repetition + k)
         sums += [100 * value for value in (*judge(model, held_out), judge(model, training)[0])]
-    names, values = (
-        ('accuracy', 'auc', 'training_accuracy', 'cpu_seconds'),
-        [*(sums / FOLDS), time.process_time() - start],
-    )
-    return {name: f'{value:.2f}' for name, value in zip(names, values, strict=True)}
+    values = [f'{value:.2f}' for value in (*(sums / FOLDS), time.process_time() - start)]
+    return dict(zip(('accuracy', 'auc', 'training_accuracy', 'cpu_seconds'), values, strict=True))
 
 
 def run(sets: dict[str, Bags], poolings: list[str], repetitions: int, workers: int, path: Path | None) -> list[dict]:
@@ -237,10 +234,10 @@ def run(sets: dict[str, Bags], poolings: list[str], repetitions: int, workers: i
         for (name, pooling, i), values in zip(jobs, results, strict=True):
             rows.append({'set': name, 'pooling': pooling, 'repetition': str(i)} | values)
             print(', '.join(rows[-1].values()), flush=True)
-            if path is not None:
+            if path:
                 lines = [','.join(cells) for cells in (rows[0], *(row.values() for row in rows))]
                 write_atomically(path, '\n'.join(lines) + '\n')
-    return rows
+    return [row for row in rows if row['set'] in sets and row['pooling'] in poolings]
 
 
 def tables(rows: list[dict]) -> str:
