@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
-from rotp_vision import PoolOptions, ROTSetPool
+from rotp_vision import ROTSetPool
 from rotp_vision.files import write_atomically
 from rotp_vision.tables import markdown_table
 
@@ -139,7 +139,7 @@ POOLINGS = {
     'attention': lambda: Attention(gated=False),
     'gated attention': lambda: Attention(gated=True),
     'ROTP (default)': ROTSetPool,
-    'ROTP (start for training)': lambda: ROTSetPool(PoolOptions(smoothness=2.0, prior='norm', norm_power=2.0)),
+    'ROTP (train)': lambda: ROTSetPool('train'),
 }
 
 
@@ -260,7 +260,7 @@ def tables(rows: list[dict]) -> str:
     return '\n\n'.join(parts)
 
 
-def heat_map(bags: Bags, pooling: str = 'ROTP (start for training)') -> str:
+def heat_map(bags: Bags, pooling: str = 'ROTP (train)') -> str:
     """The instances of a held-out positive bag: their weights in the pooling, and what they add to the logit."""
     folds = assign_folds(bags.labels, 0)
     model = train(bags.pick((folds != 0).nonzero().squeeze(1)), pooling, seed=0)

@@ -20,7 +20,7 @@ def test_bags(tmp_path, capsys):
     main, results = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))['main'], tmp_path / 'results.csv'
     arguments = ['--bags', '32', '--workers', '1', '--results', str(results), '--poolings', 'mean']
     (mean,) = main(arguments)
-    mean_again, rotp = main([*arguments, 'ROTP (start for training)'])  # reads the first row
+    mean_again, rotp = main([*arguments, 'ROTP (train)'])  # reads the first row
     assert mean_again == mean
     assert float(rotp['accuracy']) > 70  # 50 by chance
     assert float(rotp['auc']) > float(mean['auc']) + 5
