@@ -13,7 +13,8 @@ class ROTSetPool(ROTPool):
     """ROT pooling of sets of vectors, padded with a mask or packed with lengths.
 
     Args:
-        options: `PoolOptions`, a mapping of its fields, or a solver's name.
+        options: `PoolOptions`, a mapping of its fields, or a name, see `pool_options`: 'train' suits a network that is
+            trained along with its pooling; the default starts next to the mean.
         num_features: D; needed only for attention priors and a gain per channel.
 
     Shapes:
