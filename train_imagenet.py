@@ -25,7 +25,6 @@ from timm.utils import ModelEmaV3  # pyright: ignore[reportPrivateImportUsage]
 from torch import nn
 from tqdm import tqdm
 
-from rotp_vision.data.cache import DamagedMaps
 from rotp_vision.data.loading import Batch, Schedule, steps_per_epoch, train_batches
 from rotp_vision.data.workers import random_state, seed_all, set_random_state
 from rotp_vision.evaluation import counted_positions
@@ -40,7 +39,16 @@ from rotp_vision.training.finish import NATIVE, describe_positions, finish, pool
 from rotp_vision.training.model import convert_model
 from rotp_vision.training.optimize import learning_rates, make_mixup, make_optimizer, make_scheduler
 from rotp_vision.training.pooling import average_gain, compare_poolings, refit_gain, simpler_pooling, start_pooling
-from rotp_vision.training.processes import fail, fail_once, gather, hold, share_buffers, stop_signals, together
+from rotp_vision.training.processes import (
+    expected_errors,
+    fail,
+    fail_once,
+    gather,
+    hold,
+    share_buffers,
+    stop_signals,
+    together,
+)
 from rotp_vision.training.run import Run
 from rotp_vision.training.setup import start
 
@@ -49,18 +57,15 @@ DRY_STEPS = 4  # per stage in a dry run; the first warms up and is not timed
 
 def main(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') -> None:
     config = parse_config(args, program)
-    run, model = start(config)
-    # An evaluation has nothing to save, so a signal ends it at once.
-    with contextlib.nullcontext(run.stop) if config.evaluate is not None else stop_signals() as run.stop:
-        if config.evaluate is not None:
+    with expected_errors():
+        run, model = start(config)
+        if config.evaluate is not None:  # has nothing to save, so a signal ends it at once
             metrics = run.evaluate(run.to_device(model), run.val_images(), len(run.val))
             run.say(report.summary({config.evaluate: metrics}, {}))
         else:
-            try:
+            with stop_signals() as run.stop:
                 two_stages(run, model)
-            except DamagedMaps as error:  # a data worker adds its traceback to the message
-                fail(str(error).strip().split('DamagedMaps: ')[-1])
-    run.accelerator.end_training()
+        run.accelerator.end_training()
 
 
 def two_stages(run: Run, model: nn.Module) -> None:

@@ -114,7 +114,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def clear_leftovers(output: Path) -> None:
     """Removes the temporary files, all hidden, that a killed run left in its directory."""
-    for pattern in ('.*.tmp', '.rotp_vision.*', 'export/.*', 'checkpoints/.*.tmp', 'cache/*/.*.tmp'):
+    for pattern in ('.*.tmp', '.rotp_vision.*', 'export/.*', 'checkpoints/.*.tmp', 'cache/.*.tmp', 'cache/*/.*.tmp'):
         for path in output.glob(pattern):
             if path.is_dir():
                 shutil.rmtree(path)

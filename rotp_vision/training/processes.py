@@ -17,7 +17,9 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import DistributedType, LoggerType, broadcast, gather_object, parse_flag_from_env
 from filelock import FileLock, Timeout
 from torch import nn
+from torch.distributed import DistError
 
+from rotp_vision.data.cache import DamagedMaps
 from rotp_vision.data.workers import STOP_SIGNALS
 
 
@@ -62,6 +64,22 @@ def together(errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> Ite
         fail_once('\n'.join(f'{", ".join(who)}: {text}' for text, who in reports.items()))
 
 
+@contextmanager
+def expected_errors() -> Iterator[None]:
+    """Ends this process with a message and no traceback if cached maps are damaged or another process has ended."""
+    try:
+        yield
+    except DamagedMaps as error:  # a data worker adds its traceback to the message
+        fail(str(error).strip().split('DamagedMaps: ')[-1])
+    except RuntimeError as error:
+        if not (isinstance(error, DistError) or 'third_party/gloo' in str(error)):
+            raise
+        fail(
+            'the connection to another process is lost. If that process was killed (for want of memory, for example), '
+            'continue with --resume auto; otherwise its own message says what to do'
+        )
+
+
 def gather(value: Any) -> list[Any]:
     """Returns the values of all processes, in the order of their ranks, on every process."""
     return gather_object([value])
@@ -86,7 +104,7 @@ def check_launch(accelerator: Accelerator) -> None:
 
 def check_shared(directory: Path, name: str) -> None:
     """Raises a ValueError unless every process can write to a directory and sees what the others write."""
-    problem, token = None, directory / f'.{uuid.uuid4().hex}.token'
+    problem, token = None, directory / f'.{uuid.uuid4().hex}.tmp'
     try:
         directory.mkdir(parents=True, exist_ok=True)
         token.touch()

@@ -1,5 +1,6 @@
 """Runs of train_imagenet.py in processes of their own that can be killed, without paying for imports each time."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+from PIL import Image
 from torch import Tensor
 
 from rotp_vision.data.workers import STOP_SIGNALS
@@ -50,8 +52,10 @@ class Stop(NamedTuple):
     place: Path
     count: int = 1
     group: bool = False  # the data workers get it too, as from a scheduler or a terminal
+    rank: int = 0  # of the process that touches the path
+    victim: int | None = None  # rank of the process that gets the signal; by default the same one
 
-    def install(self) -> None:
+    def install(self, pids: Path) -> None:
         process, place, touched = os.getpid(), str(self.place), 0
         if self.group:
             os.setpgrp()
@@ -63,7 +67,8 @@ class Stop(NamedTuple):
                 touched += str(args[0]).startswith(place)
                 if touched == self.count:
                     touched += 1
-                    (os.killpg if self.group else os.kill)(process, self.signal)
+                    victim = process if self.victim is None else int((pids / f'pid{self.victim}').read_text())
+                    (os.killpg if self.group else os.kill)(victim, self.signal)
 
         sys.addaudithook(hook)
 
@@ -85,8 +90,10 @@ def _child(args: list[str], log: Path, stop: Stop | None, environment: dict[str,
     sys.argv = ['train_imagenet.py', *args]
     from train_imagenet import main
 
-    if stop is not None:
-        stop.install()
+    rank = environment.get('RANK', '0')
+    (log.parent / f'pid{rank}').write_text(str(os.getpid()))
+    if stop is not None and stop.rank == int(rank):
+        stop.install(log.parent)
     main()
 
 
@@ -105,7 +112,12 @@ class Run:
         return status
 
     def run_together(
-        self, processes: int, *args: str, last: tuple[str, ...] = (), environment: dict[str, str] | None = None
+        self,
+        processes: int,
+        *args: str,
+        last: tuple[str, ...] = (),
+        stop: Stop | None = None,
+        environment: dict[str, str] | None = None,
     ) -> list[int | None]:
         """Runs several processes, connected over gloo as torchrun does it; `last` are arguments of the last alone."""
         with socket.socket() as probe:
@@ -117,7 +129,7 @@ class Run:
             {key: str(value) for key, value in (shared | {'RANK': rank, 'LOCAL_RANK': rank}).items()}
             for rank in range(processes)
         ]
-        return self._run([*[args] * (processes - 1), (*args, *last)], None, places)
+        return self._run([*[args] * (processes - 1), (*args, *last)], stop, places)
 
     def _run(
         self, args: list[tuple[str, ...]], stop: Stop | None, environments: list[dict[str, str]]
@@ -161,3 +173,12 @@ def changed(settings: dict, **changes) -> dict:
             place = place[part]
         place[last] = value
     return result
+
+
+def images(data):
+    """A folder with 20 images of 4 classes for training and as many for validation."""
+    for split, label in itertools.product(('train', 'val'), range(4)):
+        (data / split / f'{label}').mkdir(parents=True)
+        for number in range(5):
+            Image.new('RGB', (40, 40), (40 * label, 9 * number, 0)).save(data / split / f'{label}' / f'{number}.png')
+    return data

@@ -12,8 +12,7 @@ from rotp_vision.data.loading import Schedule, Shard
 from rotp_vision.files import check_disk
 from rotp_vision.training.cache import FeatureCache
 from tests.data.test_cache import LENGTH, written
-from tests.training.runs import TINY, Run
-from tests.training.test_train import images
+from tests.training.runs import TINY, Run, images
 
 
 def test_batches_are_those_of_training_on_images_and_repeats_take_turns(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 
 from rotp_vision.data.config import DataConfig
 from rotp_vision.data.sources import hold_out, open_sources
-from tests.training.runs import TINY, Run, changed
-from tests.training.test_train import images, table
+from tests.training.runs import TINY, Run, changed, images
+from tests.training.test_train import table
 
 
 @pytest.fixture

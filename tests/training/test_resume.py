@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tests.training.runs import ROOT, TINY, Run, Stop, changed
+from tests.training.runs import ROOT, TINY, Run, Stop, changed, images
 
 # Data workers, shuffling, augmentation, dropout, mixup, accumulation and a moving average: all that has a state.
 BUSY = changed(
@@ -102,6 +102,43 @@ def test_killed_at_any_moment_ends_with_the_same_weights(tmp_path, uninterrupted
         assert_same(run, uninterrupted)
         shutil.rmtree(run.output)
     assert count > 200
+
+
+@pytest.mark.slow
+def test_two_processes_of_which_one_is_killed_end_with_the_same_weights(tmp_path):
+    """In stage 1, while a checkpoint is written, between the stages, in the cache and in stage 2."""
+    data = images(tmp_path / 'images')
+    settings = changed(TINY, data={'path': str(data), 'image_size': 32, 'workers': 1}, stage2__cache_features=True)
+    whole, run = Run(tmp_path / 'whole', settings), Run(tmp_path / 'killed', settings)
+    assert whole.run_together(2) == [0, 0], whole.text
+    checkpoints = run.output / 'checkpoints'
+    for victim, rank, place, count in (
+        (1, 1, data / 'train', 26),  # 25 are for the list of images
+        (0, 0, checkpoints / '.stage1-epoch0000-step000002.pt', 1),
+        (1, 0, checkpoints / '.stage1-epoch0000-step000002.pt', 2),
+        (1, 0, run.output / 'metrics.csv', 1),
+        (0, 0, checkpoints / '.stage1-epoch0001-step000002.pt', 2),
+        (1, 0, checkpoints / '.stage1-epoch0002-step000000.pt', 1),
+        (0, 0, run.output / 'weights.csv', 2),
+        (1, 0, run.output / 'weights.csv', 2),
+        (1, 1, run.output / 'cache', 3),
+        (0, 0, run.output / 'cache', 4),
+        (1, 0, checkpoints / '.stage2-epoch0000-step000002.pt', 1),
+        (0, 0, checkpoints / '.stage2-epoch0001-step000002.pt', 2),
+        (1, 0, checkpoints / '.stage2-epoch0002-step000000.pt', 1),
+        (1, 0, run.output / '.rotp_vision.', 2),
+        (0, 0, run.output / 'export/.config.json.', 1),
+    ):
+        size, started = len(run.text), time.monotonic()
+        stop = Stop(signal.SIGKILL, place, count, rank=rank, victim=victim)
+        statuses = run.run_together(2, '--resume', 'auto', stop=stop)
+        print(f'process {victim} killed at {place.name} {count}: {statuses} after {time.monotonic() - started:.1f} s')
+        assert statuses == ([1, -9] if victim else [-9, 1]), run.text[size:]
+        assert time.monotonic() - started < 60
+        assert 'the connection to another process is lost' in run.text[size:]
+        assert 'Traceback' not in run.text[size:]
+    assert run.run_together(2, '--resume', 'auto') == [0, 0], run.text
+    assert_same(run, whole)
 
 
 def test_signal_saves_and_resume_continues_bit_exactly(tmp_path, uninterrupted):

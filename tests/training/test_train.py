@@ -1,7 +1,6 @@
 """Whole runs of the script: stages, processes, evaluation, broken data."""
 
 import csv
-import itertools
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from rotp_vision.training.checkpoint import load_checkpoint
 from rotp_vision.training.config import PoolStageConfig
 from rotp_vision.training.optimize import learning_rates, make_optimizer, make_scheduler
 from rotp_vision.training.processes import hold
-from tests.training.runs import TINY, Run, Stop, changed
+from tests.training.runs import TINY, Run, Stop, changed, images
 
 # Without batch statistics (group norm; frozen in stage 2) a step does not depend on how its images are divided.
 GROUP_NORM = changed(
@@ -38,15 +37,6 @@ def losses(run):
 
 def metrics(run):
     return list(csv.DictReader((run.output / 'metrics.csv').open()))
-
-
-def images(data):
-    """A folder with 20 images of 4 classes for training and as many for validation."""
-    for split, label in itertools.product(('train', 'val'), range(4)):
-        (data / split / f'{label}').mkdir(parents=True)
-        for number in range(5):
-            Image.new('RGB', (40, 40), (40 * label, 9 * number, 0)).save(data / split / f'{label}' / f'{number}.png')
-    return data
 
 
 @pytest.fixture(scope='module')
