@@ -13,7 +13,7 @@ from timm.data.transforms_factory import create_transform
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rotp_vision.calibration import Metric, calibrate
+from rotp_vision.calibration import calibrate
 from rotp_vision.embedding import Embedder, embed_folder
 from rotp_vision.embedding.embedder import Precision
 from rotp_vision.embedding.folder import Metric as RetrievalMetric
@@ -72,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_pool(add)
     add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
     add('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
-    add('--metric', choices=get_args(Metric), default='loss', help='what calibration optimizes')
+    add('--only', choices=['rotp'], default='', help='calibrate among average pooling and ROTP alone')
     _add_image_size(add, 'side of the images that the network is for; goes with --calibrate')
     _add_output(add, 'directory to write (model.safetensors and config.json)')
 
@@ -234,7 +234,7 @@ def _convert(args: argparse.Namespace):
         if unlabelled:
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
         shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
-        print(f'\n{calibrate(model, shuffled, metric=args.metric)}')
+        print(f'\n{calibrate(model, shuffled, only=args.only)}')
         if args.image_size is not None:
             record_image_config(model, image_config(model, args.image_size))
     base, arguments = _native(args)

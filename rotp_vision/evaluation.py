@@ -302,7 +302,7 @@ def _verdict(ours: Judged, peers: dict[str, Judged]) -> str:
     """Whether ROTP pays against the last of the peers, by the rule of `calibrate`."""
     average = next(iter(peers.values()))
     name, peer = list(peers.items())[-1]
-    pays = is_better(ours, peer, 'loss') and not exceeds(average.right, ours.right)
+    pays = is_better(ours, peer) and not exceeds(average.right, ours.right)
     differences = paired_difference(ours.right, peer.right), paired_difference(ours.loss, peer.loss)
     return verdict(pays, [(name, *differences)], 'these images')
 

@@ -1,7 +1,7 @@
-"""Losses and accuracies of pooled features at every gain, fitted and judged on different halves of the images."""
+"""Losses and margins of candidate poolings at every gain, and scores on images that were not fitted."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 from rotp_vision.surgery.head import Head
 
 Difference = tuple[float, float]  # mean of a paired difference over the images, and its standard error
+
+SPLITS = 10  # random pairs of halves
 
 
 def gem(sets: Tensor, power: float) -> Tensor:
@@ -37,49 +39,56 @@ def exceeds(ours: Tensor, theirs: Tensor) -> bool:
     return difference > error
 
 
-class Curve(NamedTuple):
-    """Loss and correctness of a pooling on each image, at every gain."""
+class Curves(NamedTuple):
+    """Losses and margins of one or more poolings on each image, at several gains."""
 
-    log_gains: Tensor  # (gains,) in even steps
-    loss: Tensor  # (gains, images)
-    right: Tensor  # (gains, images) 1.0 where the prediction is right
+    log_gains: Tensor  # (poolings, gains) in even steps
+    loss: Tensor  # (poolings, gains, images)
+    margin: Tensor  # (poolings, gains, images) the right logit minus the largest other
 
-    def of(self, images: Tensor) -> 'Curve':
-        """The curve on some of the images."""
-        return Curve(self.log_gains, self.loss[:, images], self.right[:, images])
-
-    def best(self) -> tuple[int, float]:
-        """The gain of the least mean loss: its index, and how many steps from it the least of a parabola lies."""
-        mean = self.loss.cpu().double().mean(1)  # not every device has float64
-        index = int(mean.argmin())
-        if not 0 < index < len(mean) - 1:
-            return index, 0.0
-        before, here, after = mean[index - 1 : index + 2].tolist()
+    def fit(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The gain of least mean loss on some images: its index, and the steps from it to the least of a parabola."""
+        mean = self.loss[:, :, images].mean(2).cpu().double()  # not every device has float64
+        index = mean.argmin(1)
+        inner = index.clamp(1, max(mean.shape[1] - 2, 1))
+        if mean.shape[1] == 1:
+            return index, torch.zeros(len(mean))
+        before, here, after = (mean.gather(1, inner[:, None] + step).squeeze(1) for step in (-1, 0, 1))
         bend = before - 2 * here + after
-        return index, 0.5 * (before - after) / bend if bend > 0 else 0.0
+        offset = torch.where((inner == index) & (bend > 0), 0.5 * (before - after) / bend, 0.0)
+        return index, offset.float()
 
-    def at(self, index: int, offset: float) -> tuple[Tensor, Tensor]:
-        """(images,) loss and correctness at a gain as `best` gives it."""
-        if offset == 0.0:
-            return self.loss[index], self.right[index]
-        before, here, after = self.loss[index - 1 : index + 2]
-        slope, bend = (after - before) / 2, before - 2 * here + after
-        return here + offset * slope + 0.5 * offset**2 * bend, self.right[index]
+    def gains(self, images: Tensor) -> list[float]:
+        """The gain of each pooling that fits some images best."""
+        index, offset = self.fit(images)
+        step = self.log_gains[0, 1] - self.log_gains[0, 0] if self.log_gains.shape[1] > 1 else 0.0
+        return (self.log_gains.gather(1, index[:, None]).squeeze(1) + step * offset).exp().tolist()
 
-    def gain(self, index: int, offset: float) -> float:
-        """The gain that `best` gives by index and offset."""
-        step = float(self.log_gains[1] - self.log_gains[0]) if offset else 0.0
-        return math.exp(float(self.log_gains[index]) + offset * step)
+    def at(self, fitted: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
+        """(poolings, images) loss and margin on some images, at the gains that fit others best."""
+        index, offset = (values.to(self.loss.device) for values in self.fit(fitted))
+        rows, last = torch.arange(len(index), device=index.device), self.loss.shape[1] - 1
+        offset = offset[:, None]
+
+        def interpolated(values: Tensor) -> Tensor:
+            before, here, after = (values[rows, (index + step).clamp(0, last)][:, judged] for step in (-1, 0, 1))
+            return here + offset * (after - before) / 2 + 0.5 * offset**2 * (before - 2 * here + after)
+
+        return interpolated(self.loss), interpolated(self.margin)
+
+    def of(self, rows: Tensor | list[int]) -> 'Curves':
+        """The curves of some of the poolings."""
+        return Curves(*(values[rows] for values in self))
 
 
 def gain_curve(
     head: Head, pooled: Tensor, targets: Tensor, with_gain: bool = True, label_smoothing: float = 0.0
-) -> Curve:
-    """The curve of pooled features (images, D) over the gains, or at gain one alone."""
+) -> Curves:
+    """The curves of one pooling, from its features (images, D), over the gains, or at gain one alone."""
     logits = head(pooled)
 
-    def at(log_gains: Tensor) -> Curve:
-        losses, rights = [], []
+    def at(log_gains: Tensor) -> Curves:
+        losses, margins = [], []
         for gain in log_gains.exp().tolist():
             if head.affine:
                 scaled = torch.lerp(head.zero, logits, gain)
@@ -88,38 +97,48 @@ def gain_curve(
             target = scaled.gather(1, targets[:, None]).squeeze(1)
             wanted = target if not label_smoothing else torch.lerp(target, scaled.mean(1), label_smoothing)
             losses.append(scaled.logsumexp(1) - wanted)
-            others = scaled.scatter(1, targets[:, None], -math.inf).amax(1)  # argmax takes ten times as long
-            rights.append((target > others).float())
-        return Curve(log_gains, torch.stack(losses), torch.stack(rights))
+            margins.append(target - scaled.scatter(1, targets[:, None], -math.inf).amax(1))
+        return Curves(log_gains[None], torch.stack(losses)[None], torch.stack(margins)[None])
 
     if not with_gain or head.scale_free:
         return at(torch.zeros(1))
     coarse = at(0.4 * torch.arange(-8, 8))
-    return at(coarse.log_gains[coarse.best()[0]] + 0.1 * torch.arange(-4, 5)) if head.affine else coarse
+    least = coarse.loss.mean(2).argmin().cpu()
+    return at(coarse.log_gains[0, least] + 0.1 * torch.arange(-4, 5)) if head.affine else coarse
 
 
 class Judged(NamedTuple):
-    """Loss and correctness of a pooling on each image, by what was fitted on the other half of the images."""
+    """Scores of a pooling on each image by fits that have not seen it, the mean over the splits."""
 
     loss: Tensor  # (images,)
-    right: Tensor  # (images,)
-    found: Any  # fitted on all images: a `Setting`, or a power of GeM
+    right: Tensor  # (images,) share of the fits by which the prediction is right
+    found: Any  # fitted on all images: the number of the pooling among the candidates
     gain: float  # likewise
 
 
-def cross_fit(images: Tensor, fit: Callable[[Tensor], Any], curve_of: Callable[[Any], Curve]) -> Judged:
-    """What `fit` finds on each half of the images, judged on the other half, and what it finds on all images."""
-    loss, right = torch.empty(len(images)), torch.empty(len(images))
-    for fitted, others in ((images[::2], images[1::2]), (images[1::2], images[::2])):
-        curve = curve_of(fit(fitted))
-        judged = curve.of(others).at(*curve.of(fitted).best())
-        loss[others.cpu()], right[others.cpu()] = judged[0].cpu(), judged[1].cpu()
-    found = fit(images)
-    curve = curve_of(found)
-    return Judged(loss, right, found, curve.gain(*curve.best()))
+def splits(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Images to fit and images to judge: random halves, each in either role."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(SPLITS):
+        first, second = torch.randperm(count, generator=generator).tensor_split(2)
+        yield first, second
+        yield second, first
+
+
+def cross_fit(curves: Curves, choose: Callable[[Curves, Tensor], int]) -> Judged:
+    """Judge what `choose` finds among the curves and the images it is given, on images that it is not given."""
+    count = curves.loss.shape[2]
+    loss, right = torch.zeros(count), torch.zeros(count)
+    for fitted, judged in splits(count):
+        one = curves.of([choose(curves, fitted)])
+        losses, margins = (values[0].cpu() for values in one.at(fitted, judged))
+        loss[judged] += losses / SPLITS
+        right[judged] += (margins > 0).float() / SPLITS
+    everything = torch.arange(count)
+    found = choose(curves, everything)
+    return Judged(loss, right, found, curves.of([found]).gains(everything)[0])
 
 
 def judge_pooled(head: Head, pooled: Tensor, targets: Tensor) -> Judged:
-    """Pooled features (images, D) with a gain that is fitted on each half of the images and judged on the other."""
-    curve = gain_curve(head, pooled, targets)
-    return cross_fit(torch.arange(len(targets), device=targets.device), lambda images: None, lambda _: curve)
+    """Pooled features (images, D) with a gain, judged on images that it was not fitted to."""
+    return cross_fit(gain_curve(head, pooled, targets), lambda curves, images: 0)

@@ -30,6 +30,7 @@ class SimplePoolOptions:
         power: exponent of 'gem', by default 3; None for the others.
         norm_power: of 'avg' and 'gem', exponent of the norms by which the positions are weighted; 0 weights all alike.
         learn: whether the exponents are learned.
+        gain: fixed positive factor on the output, which `calibrate` fits.
 
     Example:
         >>> from rotp_vision.layers import SimplePoolOptions
@@ -41,6 +42,7 @@ class SimplePoolOptions:
     power: float | None = None
     norm_power: float = 0.0
     learn: bool = False
+    gain: float = 1.0
 
     def __post_init__(self):
         if self.pool not in SIMPLE_POOLS:
@@ -50,6 +52,7 @@ class SimplePoolOptions:
         elif self.power is not None:
             raise ValueError(f"power has no effect with pool={self.pool!r}; leave it out, or use pool='gem'")
         object.__setattr__(self, 'norm_power', finite_number('norm_power', self.norm_power))
+        object.__setattr__(self, 'gain', positive_number('gain', self.gain))
         if 'max' in self.pool and (self.norm_power or self.learn):
             raise ValueError(f'norm_power and learn have no effect with pool={self.pool!r}; leave them out')
         if self.pool == 'avg' and self.learn and not self.norm_power:
@@ -57,14 +60,18 @@ class SimplePoolOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the numbers that say something, ready for JSON; `any_pool_options` reads them."""
-        return {name: value for name, value in asdict(self).items() if value}
+        defaults = {'gain': 1.0}
+        return {name: value for name, value in asdict(self).items() if value and value != defaults.get(name)}
 
     def make(self, *, flatten: bool = True, input_fmt: InputFormat = 'NCHW') -> 'SimplePool':
         """The layer."""
         if self.pool == 'avgmax':
-            return AvgMaxPool2d(flatten, input_fmt)
-        power = self.power or {'avg': 1.0, 'max': math.inf}[self.pool]
-        return GeMPool2d(power, self.norm_power, self.learn, flatten, input_fmt)
+            pool = AvgMaxPool2d(flatten, input_fmt)
+        else:
+            power = self.power or {'avg': 1.0, 'max': math.inf}[self.pool]
+            pool = GeMPool2d(power, self.norm_power, self.learn, flatten, input_fmt)
+        pool.gain = self.gain
+        return pool
 
 
 AnyPoolOptions = PoolOptions | SimplePoolOptions
@@ -99,6 +106,7 @@ class SimplePool(MapShape, OneNode):
     """Base of pools without a plan: maps in either format, or tokens (B, N, C), to vectors."""
 
     pool_type = 'rotp'  # of this package, as reset_classifier and config.json call it
+    gain = 1.0
 
     @property
     def options(self) -> SimplePoolOptions:
@@ -194,13 +202,14 @@ class GeMPool2d(SimplePool):
     def options(self) -> SimplePoolOptions:
         name = {1: 'avg', math.inf: 'max'}.get(self.initial, 'gem')
         norm_power = 0.0 if self.prior is None else self.prior.initial
-        return SimplePoolOptions(name, self.initial if name == 'gem' else None, norm_power, self.learn)
+        return SimplePoolOptions(name, self.initial if name == 'gem' else None, norm_power, self.learn, self.gain)
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         hidden = None if mask is None else ~mask.unsqueeze(1)
         if self.initial == math.inf:
-            return (wide if hidden is None else wide.masked_fill(hidden, -math.inf)).amax(2).to(x.dtype)
+            largest = (wide if hidden is None else wide.masked_fill(hidden, -math.inf)).amax(2)
+            return (self.gain * largest).to(x.dtype)
         log_q = None
         if hidden is not None:
             wide = wide.masked_fill(hidden, 0.0)  # masked samples may contain NaN
@@ -215,7 +224,7 @@ class GeMPool2d(SimplePool):
             power = self.power.to(wide.dtype)
             log_q = -math.log(wide.shape[2]) if log_q is None else log_q
             pooled = ((power * wide.clamp_min(self.eps).log() + log_q).logsumexp(2) / power).exp()
-        return pooled.to(x.dtype)
+        return (self.gain * pooled).to(x.dtype)
 
     def named_weights(self) -> dict[str, Tensor]:
         known = {'power': self.power, 'norm_power': None if self.prior is None else self.prior()}
@@ -248,10 +257,10 @@ class AvgMaxPool2d(SimplePool):
 
     @property
     def options(self) -> SimplePoolOptions:
-        return SimplePoolOptions('avgmax')
+        return SimplePoolOptions('avgmax', gain=self.gain)
 
     def pool_sets(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return (self.average.pool_sets(x, mask) + self.largest.pool_sets(x, mask)) / 2
+        return (self.average.pool_sets(x, mask) + self.largest.pool_sets(x, mask)) * (self.gain / 2)
 
     def extra_repr(self) -> str:
         return self.shape_repr()

@@ -133,7 +133,9 @@ def replace_pool(model: nn.Module, path: str, options: AnyPoolOptions) -> ROTPoo
     old = new_pools(model)[path]
     replaced = replaced_by(old)
     if replaced is not None:
-        take_all(model, {path: old})
+        inside = replaced.pool.path  # `model` may be a wrapper of the network that was converted
+        model = model.get_submodule(path.removesuffix(inside).rstrip('.'))
+        take_all(model, {inside: old})
         new = _new_pool(model, replaced.pool, options)
         place(model, replaced.pool, new)
         name_for_timm(model)

@@ -55,8 +55,8 @@ def start_pooling(run: Run, model: nn.Module, *, also_gem: bool) -> dict[str, tu
             pool.set_options(options)
             pool.load_state_dict(weights)
     simpler = {report.average_gain.name: (1.0, report.average_gain.gain)}
-    if also_gem and report.gem.power is not None:
-        simpler[report.gem.name] = (report.gem.power, report.gem.gain)
+    if also_gem and report.gem.setting.power is not None:
+        simpler[report.gem.name] = (report.gem.setting.power, report.gem.gain)
     return simpler
 
 
@@ -113,7 +113,12 @@ def _calibrated(run: Run, model: nn.Module, **search: Any) -> tuple[Calibration,
         source = run.held or hold_out(run.train, min(NUM_IMAGES, len(run.train)), run.config.seed)[1]
         try:
             report = calibrate(
-                model, _labelled(run, source, broken), label_smoothing=smoothing, max_images=len(source), **search
+                model,
+                _labelled(run, source, broken),
+                only='rotp',
+                label_smoothing=smoothing,
+                max_images=len(source),
+                **search,
             )
         except ValueError as error:
             problem = str(error)
