@@ -82,12 +82,12 @@ SETTINGS = [
     Setting('most frequent', 'plain', 12),
     Setting('tiles', 'plain', 30),
     Setting('debris', 'plain', 20),
+    Setting('one object', 'plain', 9, two_stages=True),
+    Setting('most frequent', 'plain', 12, two_stages=True),
     Setting('how many', 'residual', 12),
     Setting('which texture', 'plain', 9),
     Setting('most frequent', 'residual', 12),
     Setting('one object', 'plain', 9),
-    Setting('one object', 'plain', 9, two_stages=True),
-    Setting('most frequent', 'plain', 12, two_stages=True),
 ]
 PHOTOS = {'debris': 'foda15', 'tiles': 'magnetic_tile6'}
 
