@@ -346,7 +346,20 @@ def tables(rows: Sequence[Row]) -> dict[str, list[dict[str, str]]]:
             chosen = {s: choose(scores, list(CANDIDATES), s.split(',')[0]) for s in scores}
             lines.append(_line('**chosen on the other questions**', scores, {s: scores[s][chosen[s]] for s in scores}))
         made[f'starts_{stages}'] = lines
-    return made
+    return made | ({'starts_learned': learned(rows)} if made else {})
+
+
+def learned(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The temperature and the power of the norm prior that each start ends with, in their means over seeds."""
+    lines = {name: {'pooling': name} for name in (NEXT_TO_MEAN, *CANDIDATES, *LATER)}
+    for setting in SETTINGS:
+        for name, line in lines.items():
+            key = (setting.question, setting.network, str(1 + setting.two_stages), name)
+            mine = [row for row in rows if key_of(row)[:4] == key]
+            ends = [f'{mean(float(row[k]) for row in mine):.1f}' for k in ('T', 'β') if mine and mine[0][k]]
+            line[setting.name + ', two stages' * setting.two_stages] = ', '.join(ends)
+    empty = {column for column in lines[NEXT_TO_MEAN] if not any(line[column] for line in lines.values())}
+    return [{column: value for column, value in line.items() if column not in empty} for line in lines.values()]
 
 
 def _line(name: str, scores: dict[str, dict[str, list[float]]], values: dict[str, list[float]]) -> dict[str, str]:
