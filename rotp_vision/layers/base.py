@@ -268,8 +268,8 @@ class ROTPool(OneNode):
 
     def _function(self) -> dict[str, Any]:
         """The options that change what is computed from given weights."""
-        names = ('solver', 'feature_scale', 'prior', 'gain')
-        made = {name: getattr(self.options, name) for name in names} | {'structure': float(self.options.structure > 0)}
+        begun, names = self._begun(), ('solver', 'feature_scale', 'prior', 'gain')
+        made = {name: getattr(begun, name) for name in names} | {'structure': float(self.options.structure > 0)}
         return made | {name: getattr(self.solver, name, None) for name in ('num_iters', 'num_outer', 'similarity')}
 
     def extra_repr(self) -> str:

@@ -39,6 +39,7 @@ def test_names():
     assert timm.create_model('resnet18_rotp_e', rotp='train', **ARGS).global_pool.options.solver == 'badmm-e'
     assert GlobalROTPool2d({'norm_power': 1.0, 'start': 'mean'}).named_weights()['norm_power'] == 1
     assert GlobalROTPool2d({'start': 'train', 'prior': 'uniform'}).prior is None
+    GlobalROTPool2d({'start': 'mean', 'prior': 'norm'}).load_state_dict(GlobalROTPool2d().state_dict())
     with pytest.raises(ValueError, match='name must be'):
         register_solver('train', lambda problem, weights: problem.features, {'pull': 1.0})
 
