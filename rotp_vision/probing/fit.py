@@ -17,7 +17,7 @@ from tqdm import tqdm
 from rotp_vision.calibration.report import in_points
 from rotp_vision.calibration.scores import Difference, rank
 from rotp_vision.probing.poolings import OURS, Pooling, all_poolings
-from rotp_vision.probing.ridge import Linear, RidgeFolds, assign_folds, class_weights
+from rotp_vision.probing.ridge import PENALTIES, Linear, RidgeFolds, assign_folds, class_weights
 from rotp_vision.probing.temperature import Temperature, fit_temperature
 from rotp_vision.tables import markdown_table
 
@@ -146,8 +146,8 @@ def fit_probe(
     error, which depends less on single images than accuracy does. To score them, they are chosen on the other folds,
     by classifiers that were fitted without the scored fold too: the folds are left out in pairs. ROTP is the best that
     a ROT pool can be. It is chosen if it beats average pooling by a standard error of the score, or by one of the
-    squared error if its score is not lower. One temperature, fitted to the outputs for the folds left out, makes
-    probabilities of the outputs of the final classifier.
+    squared error if its score is not lower. The final classifier takes the strength of the
+    ridge and the temperature for which its outputs for the folds left out have the least cross-entropy.
 
     Args:
         maps: (n, C, H, W) maps or (n, N, C) tokens, the input of the network's pool, in any floating dtype and on any
@@ -197,10 +197,11 @@ def fit_probe(
         rows.append(make_row(name, best, judged_as_chosen, average, targets, groups))
     chosen = rows[-1] if rows[-1].beats_average else rows[0]
     features = pooled_features(maps, chosen.pooling, neck)
-    temperature = fit_temperature(RidgeFolds(features, targets, folds, num_classes).out_of_fold(), targets, folds)
-    classifier = RidgeFolds(features, targets, torch.zeros_like(folds), num_classes).classifier()
+    strengths = [RidgeFolds(features, targets, folds, num_classes, penalty) for penalty in PENALTIES]
+    temperatures = [fit_temperature(ridge.out_of_fold(), targets, folds) for ridge in strengths]
+    temperature, ridge = min(zip(temperatures, strengths, strict=True), key=lambda pair: pair[0].cross_entropy[1])
     num_groups = len(groups.unique())
-    classifier = classifier.scaled(temperature.factor)
+    classifier = ridge.classifier().scaled(temperature.factor)
     return ProbeResult(tuple(rows), chosen, classifier, len(targets), num_groups, num_folds, temperature, neck)
 
 

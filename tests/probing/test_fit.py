@@ -37,7 +37,7 @@ def spotted(targets, size=7, channels=12, strength=3.0, seed=0):
 def test_a_fit_solves_its_normal_equations(num_features, left_out):
     generator = torch.Generator().manual_seed(0)
     targets = torch.tensor([0] * 12 + [1] * 5 + [2] * 13)
-    features = torch.randn(30, num_features, generator=generator) * torch.logspace(-2, 2, num_features) + 3
+    features = torch.randn(30, num_features, generator=generator) * torch.logspace(-0.3, 0.3, num_features) + 3
     folds = torch.arange(30) % 3
     ridge = RidgeFolds(features, targets, folds, 3, penalty=0.5)
     # The defining problem, in float64 and with the bias as a column: Σ w ‖y − W z − b‖² + λ ‖W‖².
@@ -72,6 +72,14 @@ def test_a_constant_feature_is_left_out():
     classifier = RidgeFolds(with_constant, targets, folds, 3, penalty=0.3).classifier()
     plain = RidgeFolds(features, targets, folds, 3, penalty=0.3 * 8 / 6).classifier()
     torch.testing.assert_close(classifier(with_constant), plain(features), rtol=0, atol=1e-5)
+
+
+def test_a_feature_that_hardly_varies_does_not_explode_on_other_images():
+    targets, features, folds = torch.arange(30) % 3, torch.randn(30, 6), torch.zeros(30, dtype=torch.long)
+    features[:, 5] *= 1e-5
+    classifier = RidgeFolds(features, targets, folds, 3).classifier()
+    far = torch.tensor([[0.0] * 5 + [1.0]])
+    assert float((classifier(far) - classifier(torch.zeros(1, 6))).abs().max()) < 1
 
 
 def test_classes_weigh_the_same():
