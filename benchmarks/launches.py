@@ -119,7 +119,7 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]]:
         rows[name] = (lambda options=options: GlobalROTPool2d(options), GLOBAL, True)
     rows['stem 3×3/2: max pooling'] = (lambda: nn.MaxPool2d(**WINDOWS), STEM, True)
     for name in ('sinkhorn', 'badmm-e'):
-        rows[f'stem 3×3/2: {name}'] = (lambda name=name: LocalROTPool2d(name, **WINDOWS), STEM, True)
+        rows[f'stem 3×3/2: {name}'] = (lambda name=name: LocalROTPool2d(options=name, **WINDOWS), STEM, True)
     return rows
 
 

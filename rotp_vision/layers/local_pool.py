@@ -19,9 +19,9 @@ class LocalROTPool2d(ROTPool):
     chunks, which the backward pass computes again to bound the memory.
 
     Args:
+        kernel_size, stride, padding, dilation, ceil_mode: as in `nn.MaxPool2d`.
         options: `PoolOptions`, a mapping of its fields, or a solver's name.
         num_features: channels; needed only for attention priors and a gain per channel.
-        kernel_size, stride, padding, dilation, ceil_mode: as in `nn.MaxPool2d`.
         same: pad as TensorFlow does, so that the output has ceil(size / stride) rows and columns.
         count_include_pad: as in `nn.AvgPool2d`: padding is masked in the plan but counts as zeros in the average. It
             cannot be combined with a dilation, which average pooling does not have.
@@ -32,20 +32,20 @@ class LocalROTPool2d(ROTPool):
     Example:
         >>> import torch
         >>> from rotp_vision.layers import LocalROTPool2d
-        >>> pool = LocalROTPool2d(kernel_size=3, stride=2, padding=1)
+        >>> pool = LocalROTPool2d(3, 2, 1)  # as nn.MaxPool2d(3, 2, 1)
         >>> pool(torch.rand(2, 8, 14, 14)).shape
         torch.Size([2, 8, 7, 7])
     """
 
     def __init__(
         self,
-        options: PoolOptions | Mapping[str, Any] | str | None = None,
-        num_features: int | None = None,
-        *,
         kernel_size: int | tuple[int, int],
         stride: int | tuple[int, int] | None = None,
         padding: int | tuple[int, int] = 0,
         dilation: int | tuple[int, int] = 1,
+        *,
+        options: PoolOptions | Mapping[str, Any] | str | None = None,
+        num_features: int | None = None,
         ceil_mode: bool = False,
         same: bool = False,
         count_include_pad: bool = False,

@@ -66,11 +66,11 @@ class ROTPResNet(ResNet):
                     f'rotp_stem replaces a max pooling, but the stem of this network has {type(self.maxpool).__name__}'
                 )
             stem = LocalROTPool2d(
-                rotp_stem,
-                int(self.feature_info[0]['num_chs']),
-                kernel_size=self.maxpool.kernel_size,
-                stride=self.maxpool.stride,
-                padding=self.maxpool.padding,
+                self.maxpool.kernel_size,
+                self.maxpool.stride,
+                self.maxpool.padding,
+                options=rotp_stem,
+                num_features=int(self.feature_info[0]['num_chs']),
             )
             self.maxpool = self._like_the_rest(stem)
 

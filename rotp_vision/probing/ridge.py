@@ -11,8 +11,8 @@ from torch.nn import functional as F
 PENALTY = 0.3
 # The final classifier takes the value whose held-out outputs have the least cross-entropy.
 PENALTIES = (0.1, 0.3, 0.7, 1.5)
-# Least deviation of a feature, in units of the mean deviation. A feature that hardly varies over the fitted images can be
-# thousands of its deviations away on others.
+# Least deviation of a feature, in units of the mean deviation. A feature that hardly varies over the fitted images may
+# lie thousands of its deviations away on others.
 LEAST_DEVIATION = 0.1
 
 

@@ -288,8 +288,8 @@ def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels
         native: Any = model.get_submodule(found.path)
         same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # they pad before they average
         pool = LocalROTPool2d(
-            options,
-            channels,
+            options=options,
+            num_features=channels,
             kernel_size=native.kernel_size,
             stride=native.stride,
             padding=native.padding,

@@ -199,7 +199,7 @@ def test_a_registered_formula_has_first_and_second_derivatives():
 @registered
 def test_a_registered_formula_pools_windows():
     x = random(2, 5, 6, 6)
-    layer = LocalROTPool2d('softmax', kernel_size=2).double()
+    layer = LocalROTPool2d(options='softmax', kernel_size=2).double()
     windows = x.unfold(2, 2, 2).unfold(3, 2, 2)  # (2, 5, 3, 3, 2, 2)
     expected = (windows * layer.plan(x)).sum((4, 5)) / layer.plan(x).sum((4, 5))
     torch.testing.assert_close(layer(x), expected)

@@ -19,9 +19,9 @@ def test_shapes_and_maximum_as_torch(kernel, stride, padding, dilation, ceil_mod
         with pytest.raises(ValueError, match='padding must be at most half of kernel_size'):
             LocalROTPool2d(kernel_size=kernel, padding=padding)
         return
-    shape = {'kernel_size': kernel, 'stride': stride, 'padding': padding, 'dilation': dilation, 'ceil_mode': ceil_mode}
-    native = nn.MaxPool2d(**shape)
-    pool = LocalROTPool2d(MAX_POOL, **shape)
+    shape = (kernel, stride, padding, dilation)
+    native = nn.MaxPool2d(*shape, ceil_mode=ceil_mode)
+    pool = LocalROTPool2d(*shape, ceil_mode=ceil_mode, options=MAX_POOL)
     for size in ((7, 8), (5, 5)):
         x = torch.randn(2, 3, *size)
         torch.testing.assert_close(pool(x), native(x), rtol=1e-4, atol=1e-4)
@@ -33,13 +33,13 @@ def test_shapes_and_maximum_as_torch(kernel, stride, padding, dilation, ceil_mod
 def test_mean_limit_is_average_pooling_that_does_not_count_padding(kernel, stride, padding, ceil_mode):
     x = torch.randn(2, 3, 7, 7)
     native = nn.AvgPool2d(kernel, stride, padding, ceil_mode=ceil_mode, count_include_pad=False)
-    pool = LocalROTPool2d(MEAN_POOL, kernel_size=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode)
+    pool = LocalROTPool2d(options=MEAN_POOL, kernel_size=kernel, stride=stride, padding=padding, ceil_mode=ceil_mode)
     torch.testing.assert_close(pool(x), native(x))
 
 
 def test_same_padding_as_tensorflow():
     for size, kernel, stride in ((7, 3, 2), (8, 3, 2), (5, 2, 2)):
-        pool = LocalROTPool2d(MAX_POOL, kernel_size=kernel, stride=stride, same=True)
+        pool = LocalROTPool2d(options=MAX_POOL, kernel_size=kernel, stride=stride, same=True)
         x = torch.randn(1, 2, size, size)
         after = max((-(-size // stride) - 1) * stride + kernel - size, 0)
         padded = nn.functional.pad(x, (after // 2, after - after // 2) * 2, value=-torch.inf)
@@ -48,7 +48,7 @@ def test_same_padding_as_tensorflow():
 
 def test_a_window_is_a_set_of_its_own():
     x = torch.rand(2, 5, 4, 6)
-    pool = LocalROTPool2d(PoolOptions('badmm-e', feature_scale='rms'), kernel_size=2)
+    pool = LocalROTPool2d(options=PoolOptions('badmm-e', feature_scale='rms'), kernel_size=2)
     windows = nn.functional.unfold(x, 2, stride=2).view(2, 5, 4, 6).permute(0, 3, 1, 2).reshape(12, 5, 4)
     expected = pool.pool_sets(windows).view(2, 2, 3, 5).permute(0, 3, 1, 2)
     torch.testing.assert_close(pool(x), expected)
@@ -57,7 +57,7 @@ def test_a_window_is_a_set_of_its_own():
 @pytest.mark.parametrize('limit', [1, 300])
 @pytest.mark.parametrize('memory_format', [torch.contiguous_format, torch.channels_last])
 def test_chunks_change_nothing(monkeypatch, memory_format, limit):
-    pool = LocalROTPool2d(PoolOptions(prior='norm', smoothness=1.0), kernel_size=3, stride=2, padding=1).double()
+    pool = LocalROTPool2d(3, 2, 1, options=PoolOptions(prior='norm', smoothness=1.0)).double()
     pool.set_weights(norm_power=2.0)
     x = torch.randn(2, 3, 9, 9, dtype=torch.float64).to(memory_format=memory_format).requires_grad_()
     prior = torch.randn(2, 9, 9, dtype=torch.float64, requires_grad=True)
@@ -74,7 +74,7 @@ def test_chunks_change_nothing(monkeypatch, memory_format, limit):
 
 def test_gradcheck():
     torch.manual_seed(0)
-    pool = LocalROTPool2d('sinkhorn', kernel_size=2, stride=1, padding=1).double()
+    pool = LocalROTPool2d(options='sinkhorn', kernel_size=2, stride=1, padding=1).double()
     x = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(pool, (x,))
 
@@ -108,7 +108,7 @@ def test_sizes_of_numpy():
 def test_training_memory_is_bounded():
     """(8, 64, 112, 112), 3×3 stride 2, whose windows are twice as large: output, gradients and a chunk's work."""
     torch.set_num_threads(1)
-    pool = LocalROTPool2d('paper', kernel_size=3, stride=2, padding=1)
+    pool = LocalROTPool2d(3, 2, 1, options='paper')
     x = torch.rand(8, 64, 112, 112, requires_grad=True)
     most, size = most_memory(lambda: pool(x).sum().backward()), x.untyped_storage().nbytes()
     assert most < 6 * size

@@ -115,7 +115,7 @@ def test_in_maps_windows_and_tokens():
     tokens = ROTSetPool(options)
     tokens.load_state_dict(plain.state_dict())
     torch.testing.assert_close(tokens(x.flatten(2).transpose(1, 2)), expected)
-    window = LocalROTPool2d(options, kernel_size=4)
+    window = LocalROTPool2d(options=options, kernel_size=4)
     window.load_state_dict(plain.state_dict())
     torch.testing.assert_close(window(x).flatten(1), expected)
     assert not torch.allclose(expected, GlobalROTPool2d(options)(x), rtol=1e-3)

@@ -60,7 +60,7 @@ def test_global(options, layout, given):
 @pytest.mark.parametrize('shape', [{'kernel_size': 3, 'stride': 2, 'padding': 1}, {'kernel_size': (2, 3)}])
 def test_local(options, shape):
     x, prior = random(2, 5, 7, 6), random(2, 7, 6) + 1
-    pool = LocalROTPool2d(options, 5, **shape).double()
+    pool = LocalROTPool2d(options=options, num_features=5, **shape).double()
     for given in (None, prior, prior[:1]):
         plan, pooled = pool.plan(x, given), pool(x, given)
         assert plan.shape == (*pooled.shape, *pool.windows.kernel_size)
@@ -125,7 +125,7 @@ def test_a_prior_of_your_own_weights_the_mean():
     torch.testing.assert_close(
         ROTSetPool(MEAN_POOL).double()(tokens, log_sample_prior=weights), (x * q0).sum((2, 3)), rtol=1e-6, atol=1e-6
     )
-    local = LocalROTPool2d(MEAN_POOL, kernel_size=2).double()
+    local = LocalROTPool2d(options=MEAN_POOL, kernel_size=2).double()
     share = prior.exp().unsqueeze(1)
     expected = F.avg_pool2d(x * share, 2) / F.avg_pool2d(share, 2)
     torch.testing.assert_close(local(x, log_sample_prior=prior), expected, rtol=1e-6, atol=1e-6)
