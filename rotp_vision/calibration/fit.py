@@ -277,7 +277,7 @@ class Search:
         }
         if 'norm' in priors:
             weighted = [Setting('avg', norm_power=power) for power in _NORM_POWERS]
-            pairs = product(_GEM_POWERS[1::2], _NORM_POWERS)
+            pairs = product((1.5, 2.0, 3.0, 4.0), _NORM_POWERS)
             weighted += [Setting('gem', power=power, norm_power=norm) for power, norm in pairs]
             families['norm-weighted mean or GeM + gain'] = weighted
         spreads = self._spreads(feature_scales)
@@ -294,7 +294,7 @@ class Search:
     def judge(self, settings: Sequence[Setting], rule: Callable[[Curves, Tensor], int]) -> tuple[Setting, Judged]:
         """What the rule finds on all images among average pooling and the settings, and its scores by cross-fitting."""
         candidates = list(dict.fromkeys([MEAN, *settings]))
-        judged = cross_fit(self._stacked(candidates), rule)
+        judged = cross_fit(self.stacked(candidates), rule)
         return candidates[judged.found], judged
 
     def sized(self, grid: list[Setting]) -> list[Setting]:
@@ -322,14 +322,15 @@ class Search:
     def _curve(self, pooled: Tensor, with_gain: bool) -> Curves:
         return gain_curve(self.head, pooled, self.targets, with_gain, self.label_smoothing)
 
-    def _stacked(self, settings: Sequence[Setting]) -> Curves:
+    def stacked(self, settings: Sequence[Setting]) -> Curves:
+        """The curves of some settings."""
         curves = [self.curve(setting) for setting in settings]
         return Curves(*(torch.cat(values) for values in zip(*curves, strict=True)))
 
     def _least(self, settings: Sequence[Setting]) -> Setting:
         """The setting of the least loss on all images."""
         every = torch.arange(len(self.targets))
-        losses, _ = self._stacked(settings).at(every, every)
+        losses, _ = self.stacked(settings).at(every, every)
         return settings[int(losses.mean(1).argmin())]
 
     def _pooling(self, setting: Setting) -> Callable[[Tensor], Tensor]:
