@@ -21,7 +21,7 @@ from rotp_vision.training import report
 from rotp_vision.training.cache import open_cache
 from rotp_vision.training.config import PoolConfig, PoolStageConfig, RunConfig, StageConfig
 from rotp_vision.training.model import count_parameters, normalization
-from rotp_vision.training.processes import gather
+from rotp_vision.training.processes import ON_CPU, gather
 from rotp_vision.training.run import Run
 
 NATIVE = 'native pooling'
@@ -49,10 +49,13 @@ def show_stage(run: Run, model: nn.Module, stage: int, settings: StageConfig, st
         'model': f'{config.model.name}, {total:,} parameters, {trained:,} trained',
         'images': ', '.join(_images(run)),
         'batch': f'{config.global_batch_size} = {run.shard.processes} processes × {settings.accumulation} × {micro}',
+        'device': run.accelerator.device.type,
         'steps': f'{settings.epochs} epochs × {steps} = {settings.epochs * steps:,}',
         'optimizer': f'{settings.optimizer}, learning rate {_rates(settings)}, {settings.schedule}',
         'precision': run.accelerator.mixed_precision,
     }
+    if run.accelerator.device.type == 'cpu' and run.shard.processes == 1:
+        facts['device'] = f'cpu; two processes: {ON_CPU} …'
     if stage == 2:
         paths = ', '.join(described_pools(model))
         facts['pooling'] = f'{paths}: {pool_title(config.pool)}, trains {config.stage2.train}'

@@ -22,6 +22,8 @@ from torch.distributed import DistError
 from rotp_vision.data.cache import DamagedMaps
 from rotp_vision.data.workers import STOP_SIGNALS
 
+ON_CPU = 'ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node 2'  # two processes
+
 
 def this_process() -> str:
     """Returns the rank and the machine of this process, for messages."""
@@ -30,8 +32,11 @@ def this_process() -> str:
 
 def fail(error: object) -> NoReturn:
     """Ends the process with a message instead of a traceback; with several processes it says which one failed."""
-    who = f'{this_process()}: ' if int(os.environ.get('WORLD_SIZE', '1')) > 1 else ''
-    print(f'error: {who}{error}', file=sys.stderr, flush=True)
+    several = int(os.environ.get('WORLD_SIZE', '1')) > 1
+    print(f'error: {this_process()}: {error}' if several else f'error: {error}', file=sys.stderr, flush=True)
+    if several:
+        sys.stdout.flush()
+        os._exit(1)  # to take the process group down could wait for the other processes, which wait for this one
     raise SystemExit(1)
 
 
@@ -86,14 +91,13 @@ def gather(value: Any) -> list[Any]:
 
 
 def check_launch(accelerator: Accelerator) -> None:
-    """Raises if a launcher started several processes that are not connected, or if it shards the model."""
+    """Raises if fewer processes run together than the launcher was asked for, or if it shards the model."""
     world = int(os.environ.get('WORLD_SIZE', '1'))
-    if world > 1 and accelerator.num_processes == 1:
-        raise RuntimeError(
-            f'the launcher started {world} processes but each believes it is alone; on CPU set '
-            f'ACCELERATE_USE_CPU=true, e.g. ACCELERATE_USE_CPU=true torchrun --standalone --nproc_per_node {world} '
-            'train_imagenet.py …'
-        )
+    # `accelerate launch --cpu --num_processes 2` sets an address for several processes and starts one.
+    asked_for_more = os.environ.get('MASTER_ADDR') == '127.0.0.1' and 'ACCELERATE_DYNAMO_BACKEND' in os.environ
+    if accelerator.num_processes == 1 and (world > 1 or (asked_for_more and 'WORLD_SIZE' not in os.environ)):
+        what = f'started {world} processes but each believes it is alone' if world > 1 else 'started one process only'
+        raise RuntimeError(f'the launcher {what}; several on a CPU: {ON_CPU} train_imagenet.py …')
     plain = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
     if accelerator.distributed_type not in plain:
         raise RuntimeError(

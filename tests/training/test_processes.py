@@ -1,6 +1,7 @@
 import os
 import signal
 import socket
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -25,7 +26,13 @@ def test_several_processes_that_do_not_know_of_each_other_are_refused(monkeypatc
     monkeypatch.delenv('WORLD_SIZE', raising=False)
     check_launch(alone)
     monkeypatch.setenv('WORLD_SIZE', '2')
-    with pytest.raises(RuntimeError, match='ACCELERATE_USE_CPU=true'):
+    with pytest.raises(RuntimeError, match=r'each believes it is alone; .*ACCELERATE_USE_CPU=true'):
+        check_launch(alone)
+    monkeypatch.delenv('WORLD_SIZE')
+    # As `accelerate launch --cpu --num_processes 2` leaves it.
+    monkeypatch.setenv('MASTER_ADDR', '127.0.0.1')
+    monkeypatch.setenv('ACCELERATE_DYNAMO_BACKEND', 'NO')
+    with pytest.raises(RuntimeError, match=r'started one process only; .*ACCELERATE_USE_CPU=true'):
         check_launch(alone)
     check_launch(SimpleNamespace(num_processes=2, distributed_type=DistributedType.MULTI_CPU))
     with pytest.raises(RuntimeError, match='FSDP shards'):
@@ -117,6 +124,7 @@ def test_a_process_that_fails_says_which_it_is(monkeypatch, capsys):
     monkeypatch.setenv('WORLD_SIZE', '3')
     monkeypatch.setenv('RANK', '2')
     assert said('a', None) == ''  # process 0 says it
+    monkeypatch.setattr(os, '_exit', sys.exit)
     with pytest.raises(SystemExit):
         fail('the disk is full')
     assert capsys.readouterr().err == f'error: process 2 on {here}: the disk is full\n'
