@@ -80,6 +80,18 @@ def test_transformers_loads_what_was_saved_and_saves_it_again(name, model, tmp_p
     assert torch.equal(rotp_vision.load_pretrained(again)(x), model(x))
 
 
+def test_swin_of_transformers():
+    """It pools features (B, C, N) by an AdaptiveAvgPool1d."""
+    transformers = pytest.importorskip('transformers')
+    sizes = {'image_size': 32, 'patch_size': 2, 'embed_dim': 8, 'depths': [1], 'num_heads': [2], 'window_size': 4}
+    swin = transformers.SwinForImageClassification(transformers.SwinConfig(**sizes)).eval()
+    image = torch.randn(2, 3, 32, 32)
+    native = swin(image).logits
+    rotp_vision.convert(swin, example_input=image)
+    torch.testing.assert_close(swin(image).logits, native, rtol=0.05, atol=0.01)
+    assert list(rotp_vision.rot_pools(swin)) == ['swin.pooler']
+
+
 def sharded_step(rank, place, expected):
     dist.init_process_group('gloo', init_method=f'file://{place}', rank=rank, world_size=2)
     try:

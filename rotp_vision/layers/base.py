@@ -4,7 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -37,23 +37,28 @@ class OneNode(nn.Module):
         return tracer.call_module(self, node, (x, *args), kwargs)
 
 
+# Feature maps, or 'NCL': features along one axis, as nn.AdaptiveAvgPool1d takes them.
+InputFormat = Literal['NCHW', 'NHWC', 'NCL']
+
+
 class MapShape:
-    """Mixin for pools of feature maps in either format: their shapes, and timm's pool protocol."""
+    """Mixin for pools of feature maps in every format: their shapes, and timm's pool protocol."""
 
     flatten: bool
     input_fmt: str  # TorchScript knows no Literal
 
-    def set_shape(self, flatten: bool, input_fmt: Literal['NCHW', 'NHWC']) -> None:
+    def set_shape(self, flatten: bool, input_fmt: InputFormat) -> None:
         """Set the format of the input, and whether the output drops its spatial axes."""
-        if input_fmt not in ('NCHW', 'NHWC'):
-            raise ValueError(f"input_fmt must be 'NCHW' or 'NHWC', got {input_fmt!r}")
+        if input_fmt not in get_args(InputFormat):
+            raise ValueError(f"input_fmt must be 'NCHW', 'NHWC' or 'NCL', got {input_fmt!r}")
         self.flatten = flatten
         self.input_fmt = input_fmt
 
     def sets(self, x: Tensor) -> Tensor:
         """The feature map as sets (B, D, N), without a copy in either memory format."""
-        if x.dim() != 4:
-            raise ValueError(f'x must be a feature map with 4 axes ({self.input_fmt}), got {list(x.shape)}')
+        if x.dim() != len(self.input_fmt):
+            axes = f'{len(self.input_fmt)} axes ({self.input_fmt})'
+            raise ValueError(f'x must be a feature map with {axes}, got {list(x.shape)}')
         if self.input_fmt == 'NHWC':
             return x.flatten(1, 2).transpose(1, 2)
         return x.flatten(2)
@@ -64,7 +69,7 @@ class MapShape:
             return pooled
         if self.input_fmt == 'NHWC':
             return pooled[:, None, None, :]
-        return pooled[:, :, None, None]
+        return pooled[:, :, None] if self.input_fmt == 'NCL' else pooled[:, :, None, None]
 
     def feat_mult(self) -> int:
         """Ratio of output to input channels (timm's pool protocol)."""

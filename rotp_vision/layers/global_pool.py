@@ -1,12 +1,12 @@
 """Global pooling of feature maps, in place of average pooling before a classifier."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotp_vision.layers.base import MapShape, ROTPool
+from rotp_vision.layers.base import InputFormat, MapShape, ROTPool
 from rotp_vision.layers.options import PoolOptions
 
 
@@ -21,7 +21,7 @@ class MapPool(MapShape, ROTPool):
         num_features: int | None = None,
         *,
         flatten: bool = True,
-        input_fmt: Literal['NCHW', 'NHWC'] = 'NCHW',
+        input_fmt: InputFormat = 'NCHW',
     ):
         super().__init__(options, num_features)
         self.set_shape(flatten, input_fmt)
@@ -31,9 +31,9 @@ class MapPool(MapShape, ROTPool):
         if log_sample_prior is None:
             return None
         size = x.shape[1:3] if self.input_fmt == 'NHWC' else x.shape[2:]
-        if log_sample_prior.dim() != 3 or log_sample_prior.shape[1:] != size:
+        if log_sample_prior.shape[1:] != size:
             raise ValueError(
-                f'log_sample_prior must have shape (B or 1, {size[0]}, {size[1]}), a number per pixel, got '
+                f'log_sample_prior must have shape (B or 1, {", ".join(map(str, size))}), a number per position, got '
                 f'{list(log_sample_prior.shape)}'
             )
         return log_sample_prior.flatten(1)
@@ -59,10 +59,11 @@ class GlobalROTPool2d(MapPool):
             network with another pooling are loaded.
         num_features: channels; needed only for attention priors and a gain per channel.
         flatten: whether to drop the spatial axes of the output.
-        input_fmt: 'NCHW' or 'NHWC'.
+        input_fmt: 'NCHW', 'NHWC' or 'NCL'.
 
     Shapes:
-        (B, C, H, W) to (B, C), or (B, C, 1, 1) if not `flatten`; NHWC: (B, H, W, C) to (B, C) or (B, 1, 1, C).
+        (B, C, H, W) to (B, C), or (B, C, 1, 1) if not `flatten`; NHWC: (B, H, W, C) to (B, C) or (B, 1, 1, C); NCL:
+        (B, C, L) to (B, C) or (B, C, 1).
 
     Example:
         >>> import torch

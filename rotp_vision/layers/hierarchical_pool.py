@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from rotp_vision.layers.base import OneNode, ROTPool
+from rotp_vision.layers.base import InputFormat, OneNode, ROTPool
 from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.layers.options import MAX_POOL, MEAN_POOL, PoolOptions
 
@@ -53,7 +53,7 @@ class MixedROTPool2d(MapPool):
         *,
         gated: bool = False,
         flatten: bool = True,
-        input_fmt: Literal['NCHW', 'NHWC'] = 'NCHW',
+        input_fmt: InputFormat = 'NCHW',
     ):
         super().__init__(fusion, num_features, flatten=flatten, input_fmt=input_fmt)
         if isinstance(heads, str) or len(heads) < 2:

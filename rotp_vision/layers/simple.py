@@ -3,17 +3,16 @@
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rotp_vision.core import log_norm
-from rotp_vision.layers.base import MapShape, OneNode, start_where_absent
+from rotp_vision.layers.base import InputFormat, MapShape, OneNode, start_where_absent
 from rotp_vision.layers.options import PoolOptions, finite_number, pool_options, positive_number
 from rotp_vision.layers.parameters import NormPrior
 
-InputFormat = Literal['NCHW', 'NHWC']
 SIMPLE_POOLS = ('avg', 'max', 'avgmax', 'gem')
 """Names of the poolings without a plan: the first three as in timm."""
 
@@ -119,7 +118,7 @@ class SimplePool(MapShape, OneNode):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The pooled map in the dtype of `x`; tokens (B, N, C), which may have a mask (B, N), to (B, C)."""
-        if x.dim() == 3:
+        if x.dim() == 3 and self.input_fmt != 'NCL':
             return self.pool_sets(x.transpose(1, 2), mask)
         return self.shaped(self.pool_sets(self.sets(x), mask))
 

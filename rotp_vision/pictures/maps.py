@@ -51,7 +51,7 @@ def pool_maps(model: nn.Module, images: Tensor) -> PoolMaps:
     maps, pooled = ran[index].input, ran[index].output.flatten(1)
     with torch.no_grad():
         sets, log_plan = sets_of(pool, maps), sets_of(pool, pool.log_plan(maps))
-        if isinstance(pool, MapPool):
+        if isinstance(pool, MapPool) and pool.input_fmt != 'NCL':
             grid = tuple(maps.shape[1:3] if pool.input_fmt == 'NHWC' else maps.shape[2:])
         else:
             grid = _grid(sets.shape[2], *images.shape[2:])

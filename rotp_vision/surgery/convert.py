@@ -25,7 +25,16 @@ from rotp_vision.layers import (
 )
 from rotp_vision.surgery.classes import changes_of, name_for_timm, place, refuse_sharded, take_all
 from rotp_vision.surgery.find import example_inputs, find_pools
-from rotp_vision.surgery.pools import FoundPool, NewPool, Replaced, UserPool, converted_pools, new_pools, replaced_by
+from rotp_vision.surgery.pools import (
+    FoundPool,
+    NewPool,
+    Replaced,
+    UserPool,
+    converted_pools,
+    map_format,
+    new_pools,
+    replaced_by,
+)
 from rotp_vision.surgery.trace import undisturbed
 from rotp_vision.tables import text_table
 
@@ -244,7 +253,7 @@ def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPoo
 
 
 def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:
-    channels = found.input_shape[{'NCHW': 1, 'NHWC': 3, 'NLC': 2}[found.layout]]
+    channels = found.input_shape[found.layout.index('C')]
     # A method that pools by itself gets the pooled map with its axes kept, and may drop them.
     flatten = found.output == 'flatten' and (found.host is None or found.host.family)
     if isinstance(make, PoolOptions):
@@ -253,7 +262,7 @@ def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:
         what = repr(make.pool) if isinstance(make, SimplePoolOptions) else 'a pool of your own'
         raise ValueError(f'{what} can replace a global pool, not the local {found.path} ({found.old})')
     elif isinstance(make, SimplePoolOptions):
-        pool = make.make(flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW')
+        pool = make.make(flatten=flatten, input_fmt=map_format(found.layout))
     else:
         pool = _user_pool(found, make, channels, flatten)
     like = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -269,7 +278,7 @@ def _user_pool(
     made = make if isinstance(make, nn.Module) else make(channels)
     if not isinstance(made, nn.Module):
         raise ValueError(f'pool({channels}) must return a module that pools {channels} channels, got {made!r}')
-    return UserPool(made, cast(Any, found.layout), flatten)
+    return UserPool(made, found.layout, flatten)
 
 
 def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels: int, flatten: bool) -> ROTPool:
@@ -278,12 +287,10 @@ def _rot_pool(model: nn.Module, found: FoundPool, options: PoolOptions, channels
     if options.start == 'auto' and found.reduction == 'max':
         with contextlib.suppress(ValueError):  # a solver of your own has one start only
             options = replace(options, start='max')
-    if found.kind == 'tokens':
+    if found.layout == 'NLC':
         pool: ROTPool = ROTSetPool(options, channels)
-    elif found.kind == 'global':
-        pool = GlobalROTPool2d(
-            options, channels, flatten=flatten, input_fmt='NHWC' if found.layout == 'NHWC' else 'NCHW'
-        )
+    elif found.kind != 'local':
+        pool = GlobalROTPool2d(options, channels, flatten=flatten, input_fmt=map_format(found.layout))
     else:
         native: Any = model.get_submodule(found.path)
         same = isinstance(native, (AvgPool2dSame, MaxPool2dSame))  # they pad before they average

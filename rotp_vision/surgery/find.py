@@ -167,7 +167,7 @@ def _module_pool(call: Call) -> FoundPool:
         layout, reduction, flat = _probe(call.run, call.input_shape)
         reason = (
             ''
-            if layout in ('NCHW', 'NHWC') and reduction != 'other'
+            if layout in ('NCHW', 'NHWC', 'NCL') and reduction != 'other'
             else f'it is neither the mean nor the maximum of each channel: {_readable(call.module)}'
         )
     output = 'flatten' if flat else 'keep dims'

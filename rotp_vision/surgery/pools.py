@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 
 from rotp_vision.layers import ROTPool, SimplePool
-from rotp_vision.layers.base import MapShape
+from rotp_vision.layers.base import InputFormat, MapShape
 
 # The name of the pool that is added to a module whose method pools by itself.
 NEW_POOL = 'rot_pool'
@@ -49,26 +49,33 @@ class FoundPool(NamedTuple):
     host: Host | None = None  # the method that pools by itself
 
 
+def map_format(layout: Layout) -> InputFormat:
+    """The format of the maps that a pool gets in a network of this layout."""
+    return layout if layout in ('NHWC', 'NCL') else 'NCHW'
+
+
 class UserPool(MapShape, nn.Module):
     """Adapts a pooling module of the user's own to the axes that a network expects.
 
     Args:
         pool: takes maps (B, C, H, W), or tokens (B, N, C), and returns (B, C) or (B, C, 1, 1).
-        layout: of the network's features: 'NCHW' or 'NHWC' maps, or 'NLC' tokens.
+        layout: of the network's features: 'NCHW' or 'NHWC' maps, or 'NLC' or 'NCL' tokens.
         flatten: whether the network expects (B, C) instead of the axes of its map.
     """
 
     pool_type = 'user'
 
-    def __init__(self, pool: nn.Module, layout: Literal['NCHW', 'NHWC', 'NLC'], flatten: bool):
+    def __init__(self, pool: nn.Module, layout: Layout, flatten: bool):
         super().__init__()
         self.pool = pool
-        self.set_shape(flatten or layout == 'NLC', 'NHWC' if layout == 'NHWC' else 'NCHW')
+        self.set_shape(flatten or layout == 'NLC', map_format(layout))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The pooled map or tokens; a `mask` (B, N) is passed to the pool if there is one."""
         if self.input_fmt == 'NHWC':
             x = x.permute(0, 3, 1, 2)
+        elif self.input_fmt == 'NCL':
+            x = x.transpose(1, 2)
         return self.shaped((self.pool(x) if mask is None else self.pool(x, mask)).flatten(1))
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

@@ -119,7 +119,7 @@ def test_compiles_as_one_graph_for_every_batch_size(options):
         ({'eps': -1.0}, 'eps must be positive'),
         ({'norm_power': math.nan}, 'norm_power must be a finite number, got nan'),
         ({'power': 1.0, 'learn': True}, 'learn has no effect'),
-        ({'input_fmt': 'NLC'}, "input_fmt must be 'NCHW' or 'NHWC', got 'NLC'"),
+        ({'input_fmt': 'NLC'}, "input_fmt must be 'NCHW', 'NHWC' or 'NCL', got 'NLC'"),
     ],
 )
 def test_bad_options(options, message):

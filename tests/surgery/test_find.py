@@ -9,7 +9,7 @@ import torch
 import torchvision
 from torch import nn
 
-from rotp_vision import convert, find_pools
+from rotp_vision import convert, find_pools, revert
 from tests.surgery.networks import CASES, NAMES, Own, make
 
 
@@ -127,9 +127,35 @@ class Twice(Own):
         return self.classify((self.squash(x.relu()) + self.squash(x)).flatten(1))
 
 
+class OneAxis(Own):
+    def forward(self, x):
+        return self.classify(self.squash(self.features(x).flatten(2)).flatten(1))
+
+
+class TokenMean(nn.Module):
+    """Of tokens (B, N, C)."""
+
+    def forward(self, x):
+        return x.mean(1)
+
+
 class Median(nn.Module):
     def forward(self, x):
         return x.flatten(2).median(2).values
+
+
+@pytest.mark.parametrize('pool', [None, 'gem', lambda channels: TokenMean()])
+def test_a_pool_of_features_along_one_axis(pool):
+    model, x = OneAxis(nn.AdaptiveAvgPool1d(1)).eval(), torch.randn(2, 3, 16, 16)
+    native = model(x)
+    assert outer(model, x)[0][:2] + outer(model, x)[0][4:7] == ('squash', 'tokens', 'NCL', 'keep dims', True)
+    options = {'pool': 'gem', 'power': 1.0} if pool == 'gem' else pool
+    convert(model, options, example_input=x)
+    if pool is None:
+        model.squash.set_weights(smoothness=1e7)
+        assert model.squash.plan(torch.rand(2, 8, 5)).shape == (2, 8, 5)
+    torch.testing.assert_close(model(x), native, rtol=1e-4, atol=1e-4)
+    assert torch.equal(revert(model)(x), native)
 
 
 @pytest.mark.parametrize('network', [Headed, Arranging])
