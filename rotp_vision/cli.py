@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_source(add)
     add('--random-weights', action='store_true', help='convert a network with random weights')
     _add_pool(add)
-    add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', or paths of pools")
+    add('--where', nargs='+', default=['global'], help="'global', 'local', 'all', paths, or re:… for a pattern")
     add('--calibrate', metavar='FOLDER', help='fit the pooling to images in class folders')
     add('--only', choices=['rotp'], default='', help='calibrate among average pooling and ROTP alone')
     _add_image_size(add, 'side of the images that the network is for; goes with --calibrate')
@@ -230,16 +230,22 @@ def _convert(args: argparse.Namespace):
     print(describe(model))
     if args.calibrate:
         images = ImageFiles(args.calibrate, _transform(model, args.image_size))
-        unlabelled = images.why_no_labels(num_classes_of(model))
+        unlabelled = _why_no_labels(images, model)
         if unlabelled:
             raise ValueError(f'--calibrate needs labels, but {unlabelled}')
         shuffled = DataLoader(images, batch_size=32, shuffle=True, generator=torch.Generator().manual_seed(0))
         print(f'\n{calibrate(model, shuffled, only=args.only)}')
-        if args.image_size is not None:
-            record_image_config(model, image_config(model, args.image_size))
+        config = {} if args.image_size is None else image_config(model, args.image_size)
+        record_image_config(model, config, num_classes=len(images.classes), label_names=images.classes)
     base, arguments = _native(args)
     directory = save_pretrained(model, args.output, base=base, model_args=arguments, force=args.force)
     _print_written(directory)
+
+
+def _why_no_labels(images: ImageFiles, model: nn.Module) -> str:
+    """Why the class folders are no labels for a model, or ''; numbers them by its class names, if it has any."""
+    names = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    return images.why_no_labels(num_classes_of(model)) or images.number_as(names)
 
 
 def _has_weights(args: argparse.Namespace) -> bool:
@@ -362,7 +368,7 @@ def _transform(model: nn.Module, image_size: int | None = None) -> Any:
 def _verify(args: argparse.Namespace):
     model = load_pretrained(args.model)
     images = ImageFiles(args.images, _transform(model, args.image_size), args.limit)
-    unlabelled = images.why_no_labels(num_classes_of(model))
+    unlabelled = _why_no_labels(images, model)
     result = verify(
         model,
         image_batches(images, args.batch_size, args.workers),

@@ -1,7 +1,7 @@
 """Comparing a converted network with the original on the same images, and the positions that a plan uses."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
@@ -99,6 +99,18 @@ class ImageFiles(Dataset):
             return f'{self.root} has {outside} images outside its class folders'
         if len(self.classes) != num_classes:
             return f'{self.root} has {len(self.classes)} class folders, the network {num_classes} classes'
+        return ''
+
+    def number_as(self, names: Sequence[str] | None) -> str:
+        """Number the classes as a network does whose class names are known; returns why that is impossible, or ''."""
+        if not names or list(names) == self.classes:
+            return ''
+        odd = sorted(set(names) ^ set(self.classes))
+        if odd:
+            return f'{self.root} has other class folders than the classes of the network: {", ".join(odd[:3])}'
+        numbers = {self.classes.index(name): number for number, name in enumerate(names)}
+        self.samples = [(file, numbers.get(label, label)) for file, label in self.samples]
+        self.classes = list(names)
         return ''
 
 

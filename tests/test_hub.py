@@ -295,6 +295,8 @@ def test_damaged_files_are_named(tmp_path):
         (lambda c: c['model_args'].update(folded='global_pool'), 'folded in config.json must be a list'),
         (lambda c: c['model_args'].update(folded=['nowhere']), "'folded': nowhere"),
         (lambda c: c['model_args'].update(format=2), 'reads up to 1: upgrade'),
+        (lambda c: c.update(rotp_format=2), 'newer rotp_vision: upgrade'),
+        (lambda c: c.update(num_classes=10**9), 'num_classes .* at most 1048576'),
         (lambda c: c['model_args'].update(base_args={'norm_layer': 'nothing'}), 'test_efficientnet cannot be built'),
         (lambda c: c['model_args'].update(base_args={'act_layer': 'nothing'}), 'test_efficientnet cannot be built'),
         (lambda c: c['model_args'].update(base_args={'stem_size': 10**9}), 'stem_size .* at most 16384'),

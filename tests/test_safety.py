@@ -145,6 +145,20 @@ def test_arguments_of_a_network_are_its_own():
     hub.refuse_foreign('torchvision:resnet18', {'num_classes': 3, 'width_per_group': 32})
 
 
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: rotp_vision.PoolOptions(num_iters=10**9),
+        lambda: rotp_vision.GlobalROTPool2d({'num_outer': 10**9}),
+        lambda: timm.create_model('resnet18_rotp', rotp={'prior': 'attention', 'prior_width': 10**9}),
+        lambda: rotp_vision.multi_scale(rotp_vision.convert(timm.create_model('test_resnet')), (64, 10**9)),
+    ],
+)
+def test_what_sizes_something_is_bounded(make):
+    with pytest.raises(ValueError, match='must be a positive integer up to 16384, got 1000000000'):
+        make()
+
+
 # Images
 
 

@@ -68,12 +68,13 @@ def model_card(
     base, _ = native_of(directory)
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     network = base.rpartition(':')[2]
+    tag = cfg.get('tag')
     scores = {name: value for name, value in (metrics or {}).items() if isinstance(value, Real)}
     results = [EvalResult(TASK, 'unknown', 'unknown', str(name), float(value)) for name, value in scores.items()]
     data = ModelCardData(
         license=license,
         library_name='rotp_vision',
-        tags=[TASK, 'timm', 'rotp_vision'],
+        tags=[TASK, 'timm', 'rotp_vision', *([tag] if tag else [])],
         pipeline_tag=TASK,
         base_model=cfg.get('hf_hub_id'),
         model_name=network,
@@ -82,7 +83,7 @@ def model_card(
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE,
-        network=_text(network),
+        network=_text(f'{network}.{tag}' if tag else network),
         base=_code(base),
         code=_how_to_load(base, place),
         pools=[_pooling(path, pool) for path, pool in described_pools(model).items()],

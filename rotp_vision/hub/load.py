@@ -10,6 +10,7 @@ import timm
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.models import _registry as registry
 from timm.models import generate_default_cfgs, get_pretrained_cfg, register_model
 from timm.models._builder import load_pretrained as load_weights
 from timm.models._builder import resolve_pretrained_cfg
@@ -87,6 +88,9 @@ def read_config(directory: Path) -> dict[str, Any]:
     arguments = config.setdefault('model_args', {})
     if not isinstance(arguments, dict) or (config['architecture'] == CONVERTED and 'base' not in arguments):
         raise ValueError(f"{wrong}: it must hold the arguments of the network as 'model_args'")
+    if config.get('rotp_format', 0) > FORMAT:
+        raise ValueError(f'{path} was written by a newer rotp_vision: upgrade it')
+    refuse_huge({'num_classes': config.get('num_classes')})
     if config['architecture'] == CONVERTED:
         _check_description(**{key: arguments[key] for key in _DESCRIPTION if key in arguments})
     return config
@@ -234,3 +238,7 @@ def _native_weights(pretrained: bool, *description: Any) -> dict[str, Any] | Non
             'drop: load it as it is, and use forward_intermediates, forward_features or reset_classifier'
         )
     return revert(whole).state_dict() if pretrained else None
+
+
+# timm.list_models leaves out what it calls deprecated: no user should choose this name.
+registry._deprecated_models[CONVERTED] = None

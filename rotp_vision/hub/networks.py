@@ -10,14 +10,14 @@ import timm
 import torchvision
 from torch import nn
 
+from rotp_vision.layers.options import LARGEST
+
 TORCHVISION = 'torchvision:'
 
 # Arguments of timm's entry points that their model classes do not have.
 _OF_ENTRY_POINTS = {'bn_momentum', 'bn_eps', 'bn_tf', 'drop_connect_rate', 'use_naflex'}
 # Arguments that make a network read or download weights.
 OF_LOADING = {*inspect.signature(timm.create_model).parameters, 'weights', 'weights_backbone', 'progress'}
-# The largest integer in the arguments of a config.json: they are sizes, widths and counts, which cost memory.
-LARGEST = 2**14
 
 
 def build(name: str, **kwargs: Any) -> nn.Module:
@@ -81,8 +81,8 @@ def refuse_huge(arguments: Any, name: str = ''):
     elif isinstance(arguments, list | tuple):
         for value in arguments:
             refuse_huge(value, name)
-    elif isinstance(arguments, int) and name != 'num_classes' and abs(arguments) > LARGEST:
-        raise ValueError(f'{name} in config.json must be at most {LARGEST}, got {arguments}')
+    elif isinstance(arguments, int) and abs(arguments) > (limit := 2**20 if name == 'num_classes' else LARGEST):
+        raise ValueError(f'{name} in config.json must be at most {limit}, got {arguments}')
 
 
 def num_classes_of(model: nn.Module) -> int:

@@ -23,7 +23,7 @@ from rotp_vision.hub.networks import TORCHVISION, num_classes_of
 from rotp_vision.hub.weights import WEIGHTS, save_weights
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import MultiScale
-from rotp_vision.surgery.classes import CONVERTED, changes_of, recipe, recorded_arguments
+from rotp_vision.surgery.classes import CONVERTED, FORMAT, changes_of, recipe, recorded_arguments
 from rotp_vision.surgery.pools import described_pools, new_pools
 
 Base = str | Callable[..., nn.Module]
@@ -187,6 +187,7 @@ def _config(model: nn.Module, inner: Any, base: Base, model_args: Mapping[str, A
     except (TypeError, ValueError) as error:
         raise ValueError(f'model_args must hold plain values, which JSON can write: {error}') from error
     config = {'architecture': architecture, 'num_classes': num_classes_of(model), 'model_args': arguments}
+    config['rotp_format'] = FORMAT  # of the options of registered models; converted ones have it in their arguments
     if not cfg or own or name.startswith(TORCHVISION):
         seen = {key: cfg[key] for key in _PREPROCESSING if key in cfg}
         config['pretrained_cfg'] = seen | {

@@ -22,6 +22,8 @@ MEAN_START: dict[FeatureScale, float] = {'raw': 1000.0, 'rms': 50.0, 'log': 100.
 # on the feature scale 'rms'.
 TRAIN_START, TRAIN_POWER = 2.0, 2.0
 FLOAT32 = torch.finfo(torch.float32)
+# The largest number of iterations, width or image side: beyond any use, and still cheap to build.
+LARGEST = 2**14
 _WEIGHTS = ('smoothness', 'feature_penalty', 'sample_penalty', 'step', 'proximal')
 _CHOICES: dict[str, tuple[str, ...]] = {
     'start': get_args(Start),
@@ -116,7 +118,7 @@ class PoolOptions:
         for name in ('num_iters', 'num_outer', 'prior_width'):
             value = getattr(self, name)
             if value is not None:
-                self._set(name, positive_integer(name, value))
+                self._set(name, positive_integer(name, value, LARGEST))
         if not _is_number(self.structure) or not self.structure >= 0:
             raise ValueError(f'structure must be a number that is positive, or zero for none, got {self.structure!r}')
         self._set('structure', _float('structure', self.structure))
@@ -250,10 +252,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def positive_integer(name: str, value: Any) -> int:
+def positive_integer(name: str, value: Any, largest: int = 2**31 - 1) -> int:
     """`value` as an int, or an error that names it."""
-    if not is_integer(value) or not 1 <= value < 2**31:
-        raise ValueError(f'{name} must be a positive integer, got {_shown(value)}')
+    if not is_integer(value) or not 1 <= value <= largest:
+        limit = '' if largest == 2**31 - 1 else f' up to {largest}'
+        raise ValueError(f'{name} must be a positive integer{limit}, got {_shown(value)}')
     return int(value)
 
 

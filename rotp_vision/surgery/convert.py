@@ -2,10 +2,11 @@
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from timm.layers.pool2d_same import AvgPool2dSame, MaxPool2dSame
@@ -62,7 +63,8 @@ def convert(
             pools do so, and global ones start as for training the network along with them. Padding is masked; an
             average pool that counts it as zeros (`count_include_pad`) still does.
         where: 'global' for the pool before the classifier (of a map, or of tokens), 'local' for the pools within the
-            network, 'all' for both, or the paths of pools that `find_pools` lists.
+            network, 'all' for both, or the paths of pools that `find_pools` lists; 're:…' is a regular expression that
+            matches whole paths, as in torchao.
         example_input: an input of the model, see `find_pools`.
 
     Raises:
@@ -228,9 +230,9 @@ def refuse_wrapped(model: nn.Module):
 
 
 def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPool]:
-    if isinstance(where, str):
-        if where not in ('global', 'local', 'all'):
-            raise ValueError(f"where must be 'global', 'local', 'all' or a sequence of paths, got {where!r}")
+    if isinstance(where, str) and not where.startswith('re:'):
+        if where not in get_args(Where):
+            raise ValueError(f"where must be 'global', 'local', 'all', 're:…' or a sequence of paths, got {where!r}")
         outer = [pool for pool in pools if pool.kind != 'local']
         inner = [pool for pool in pools if pool.kind == 'local' and pool.replaceable and not pool.reason]
         if where != 'local':
@@ -242,14 +244,20 @@ def _choose(pools: list[FoundPool], where: str | Sequence[str]) -> list[FoundPoo
             left = '; '.join(f'{pool.path}: {pool.reason}' for pool in pools if pool.kind == 'local' and pool.reason)
             raise ValueError(f'found no {where} pool to replace' + (f'. Left out: {left}' if left else ''))
         return chosen
-    by_path = {pool.path: pool for pool in pools}
-    unknown = [path for path in where if path not in by_path]
-    if unknown or not where:
-        raise ValueError(f'where must name pools of the model ({", ".join(by_path)}), got {list(where)}')
-    for path in where:
-        if not by_path[path].replaceable:
-            raise ValueError(f'cannot replace {path} ({by_path[path].old}): {by_path[path].reason}')
-    return [by_path[path] for path in where]
+    named: dict[str, FoundPool] = {}
+    for name in [where] if isinstance(where, str) else where:
+        pattern = name.removeprefix('re:') if name.startswith('re:') else re.escape(name)
+        matched = {pool.path: pool for pool in pools if re.fullmatch(pattern, pool.path)}
+        if not matched:
+            known = ', '.join(pool.path for pool in pools)
+            raise ValueError(f'where must name pools of the model ({known}); {name!r} matches none')
+        named |= matched
+    if not named:
+        raise ValueError("where must be 'global', 'local', 'all' or name pools, got no name")
+    for path, pool in named.items():
+        if not pool.replaceable:
+            raise ValueError(f'cannot replace {path} ({pool.old}): {pool.reason}')
+    return list(named.values())
 
 
 def _new_pool(model: nn.Module, found: FoundPool, make: Make) -> NewPool:

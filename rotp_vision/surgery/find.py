@@ -170,6 +170,8 @@ def _module_pool(call: Call) -> FoundPool:
             if layout in ('NCHW', 'NHWC', 'NCL') and reduction != 'other'
             else f'it is neither the mean nor the maximum of each channel: {_readable(call.module)}'
         )
+    if not call.path:
+        reason = 'the model is this pool alone, which has no parent to hold another: wrap it, nn.Sequential(pool)'
     output = 'flatten' if flat else 'keep dims'
     kind = 'tokens' if len(call.input_shape) == 3 else 'global'
     old = _readable(call.module)

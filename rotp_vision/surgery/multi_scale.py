@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from rotp_vision.layers.global_pool import MapPool
-from rotp_vision.layers.options import positive_integer
+from rotp_vision.layers.options import LARGEST, positive_integer
 from rotp_vision.layers.parameters import PositiveWeight
 from rotp_vision.surgery.convert import refuse_wrapped
 from rotp_vision.surgery.find import example_inputs
@@ -65,7 +65,7 @@ def multi_scale(
             f'forward_head(forward_features(x)), got {type(model).__name__}'
         )
     made = MultiScale(
-        model, [positive_integer('sizes', size) for size in sizes], _checked_crops(model, sizes, crop_pct)
+        model, [positive_integer('sizes', size, LARGEST) for size in sizes], _checked_crops(model, sizes, crop_pct)
     )
     _check(made, pool)
     return made

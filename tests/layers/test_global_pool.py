@@ -162,7 +162,7 @@ def test_copies_and_pickles():
 def test_bad_input():
     with pytest.raises(ValueError, match=r'x must be a feature map with 4 axes \(NCHW\), got \[2, 3, 4\]'):
         GlobalROTPool2d()(torch.rand(2, 3, 4))
-    with pytest.raises(ValueError, match="input_fmt must be 'NCHW' or 'NHWC', got 'NLC'"):
+    with pytest.raises(ValueError, match="input_fmt must be 'NCHW', 'NHWC' or 'NCL', got 'NLC'"):
         GlobalROTPool2d(input_fmt='NLC')
     with pytest.raises(ValueError, match="num_features must be given for prior='attention'"):
         GlobalROTPool2d({'prior': 'attention'})

@@ -32,6 +32,8 @@ def run_suite(suite, names):
     plugin = suite.parent / 'only_names.py'
     plugin.write_text(
         'import rotp_vision\n'
+        'from timm.models import _registry\n'
+        '_registry._deprecated_models.pop("rotp_converted")  # which hides it from list_models\n'
         f'NAMES = {sorted(names)!r}\n'
         'def pytest_collection_modifyitems(config, items):\n'
         '    named = lambda item: getattr(item, "callspec", None) and item.callspec.params.get("model_name", "")\n'

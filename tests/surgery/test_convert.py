@@ -296,6 +296,19 @@ def test_all_pools_of_a_network():
     assert torch.equal(revert(model)(x), native)
 
 
+@pytest.mark.parametrize(
+    ('where', 'paths'),
+    [
+        (['re:max.*'], ['maxpool']),
+        ('re:.*pool', ['maxpool', 'avgpool']),
+        (['avgpool', 're:m.x+pool'], ['maxpool', 'avgpool']),
+    ],
+)
+def test_pools_by_regular_expressions(where, paths):
+    model, x = make('tv_resnet')
+    assert list(rot_pools(convert(model, where=where, example_input=x))) == paths
+
+
 def test_a_global_max_pool_starts_next_to_the_maximum():
     model, x = Own(nn.AdaptiveMaxPool2d(1)).eval(), torch.randn(2, 3, 16, 16)
     native = model(x)
@@ -332,7 +345,17 @@ def test_what_is_left_alone_can_be_named(make, where, path, message):
         (lambda: timm.create_model('test_vit'), {}, r'class token.*global_pool="avg"'),
         (lambda: timm.create_model('test_resnet'), {'where': 'everything'}, r"where must be 'global', 'local', 'all'"),
         (lambda: timm.create_model('test_resnet'), {'where': ['fc']}, r'where must name pools of the model \(.*global'),
-        (lambda: timm.create_model('test_resnet'), {'where': []}, 'where must name pools'),
+        (lambda: timm.create_model('test_resnet'), {'where': []}, 'name pools, got no name'),
+        (
+            lambda: timm.create_model('test_resnet'),
+            {'where': ['global_pool', 're:pool']},
+            "where must name pools .* 're:pool' matches none",
+        ),
+        (
+            lambda: nn.AdaptiveAvgPool2d(1),
+            {'example_input': torch.zeros(2, 3, 8, 8)},
+            r'wrap it, nn\.Sequential\(pool\)',
+        ),
         (lambda: timm.create_model('test_resnet', global_pool='avgmax'), {}, 'neither the mean nor the maximum'),
         (lambda: timm.create_model('test_mambaout'), {'where': 'local'}, 'found no local pool to replace'),
         (lambda: timm.create_model('resnet18_rotp'), {}, 'cannot replace global_pool .* ROT pool already'),
