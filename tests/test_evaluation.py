@@ -5,11 +5,14 @@ import math
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 import rotp_vision
-from rotp_vision.evaluation import counted_positions, positions_sentence, positions_used
+from rotp_vision import convert, load_pretrained, save_pretrained
+from rotp_vision.cli import main
+from rotp_vision.evaluation import ImageFiles, counted_positions, positions_sentence, positions_used
 from rotp_vision.layers import MAX_POOL, MEAN_POOL, GlobalROTPool2d, MixedROTPool2d, ROTSetPool
 
 MAPS = torch.randn(3, 5, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -114,3 +117,22 @@ def test_what_cannot_be_verified_is_refused(batches, message):
         nn.init.constant_(model.fc.bias, math.nan)
     with pytest.raises(ValueError, match=message):
         rotp_vision.verify(model, batches)
+
+
+def test_class_folders_are_numbered_as_the_network_numbers_its_classes(tmp_path, capsys):
+    for name in ('ant', 'bee', 'cat'):
+        (tmp_path / 'images' / name).mkdir(parents=True)
+        Image.effect_noise((32, 32), 50).save(tmp_path / 'images' / name / 'a.png')
+    images = ImageFiles(tmp_path / 'images', None)
+    assert images.number_as(['cat', 'ant', 'bee']) == ''
+    assert [images[k][1] for k in range(3)] == [1, 2, 0]
+    assert images.classes == ['cat', 'ant', 'bee']
+    model = convert(timm.create_model('test_resnet', num_classes=3))
+    model.pretrained_cfg['label_names'] = ['ant', 'bee', 'dog']
+    directory = save_pretrained(model, tmp_path / 'model')
+    folder = str(tmp_path / 'images')
+    assert main(['verify', '--model', str(directory), '--images', folder, '--workers', '0']) == 0
+    assert 'has other class folders than the classes of the network: cat, dog' in capsys.readouterr().out
+    native = ['--model', 'test_resnet', '--num-classes', '3', '--random-weights']
+    assert main(['convert', *native, '--calibrate', folder, '--output', str(tmp_path / 'fitted')]) == 0
+    assert load_pretrained(tmp_path / 'fitted').pretrained_cfg['label_names'] == ['ant', 'bee', 'cat']

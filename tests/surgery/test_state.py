@@ -42,7 +42,14 @@ def test_weights_are_refused_by_a_pool_that_computes_something_else(make, rebuil
 
 @pytest.mark.parametrize(
     'other',
-    [{'num_iters': 5}, {'num_outer': 2}, {'solver': 'badmm-e'}, {'prior': 'uniform'}, {'gain': 'off'}, {'structure': 1.0}],
+    [
+        {'num_iters': 5},
+        {'num_outer': 2},
+        {'solver': 'badmm-e'},
+        {'prior': 'uniform'},
+        {'gain': 'off'},
+        {'structure': 1.0},
+    ],
 )
 def test_each_option_that_changes_the_function(other):
     state = GlobalROTPool2d(other).state_dict()
