@@ -122,13 +122,14 @@ def test_what_cannot_be_verified_is_refused(batches, message):
 def test_class_folders_are_numbered_as_the_network_numbers_its_classes(tmp_path, capsys):
     for name in ('ant', 'bee', 'cat'):
         (tmp_path / 'images' / name).mkdir(parents=True)
-        Image.effect_noise((32, 32), 50).save(tmp_path / 'images' / name / 'a.png')
+        for file in ('a.png', 'b.png'):
+            Image.effect_noise((32, 32), 50).save(tmp_path / 'images' / name / file)
     images = ImageFiles(tmp_path / 'images', None)
     assert images.number_as(['cat', 'ant', 'bee']) == ''
-    assert [images[k][1] for k in range(3)] == [1, 2, 0]
+    assert [label for _, label in images] == [1, 1, 2, 2, 0, 0]
     assert images.classes == ['cat', 'ant', 'bee']
     model = convert(timm.create_model('test_resnet', num_classes=3))
-    model.pretrained_cfg['label_names'] = ['ant', 'bee', 'dog']
+    model.pretrained_cfg |= {'num_classes': 3, 'label_names': ['ant', 'bee', 'dog']}
     directory = save_pretrained(model, tmp_path / 'model')
     folder = str(tmp_path / 'images')
     assert main(['verify', '--model', str(directory), '--images', folder, '--workers', '0']) == 0
