@@ -214,6 +214,14 @@ def test_verify_builds_the_original_that_is_named(place, saved, capsys):
     assert 'weights of its own' in capsys.readouterr().err
 
 
+def test_verify_a_registered_model(place, tmp_path, capsys):
+    torch.manual_seed(0)
+    rotp_vision.save_pretrained(timm.create_model('resnet18_rotp', num_classes=3), tmp_path / 'saved')
+    command = ['verify', '--model', tmp_path / 'saved', '--images', place / 'images', '--workers', 0]
+    assert run(*command, '--image-size', 64) == 0
+    assert '9 images of 64 × 64: same prediction' in capsys.readouterr().out
+
+
 def test_the_image_size_of_calibration_is_saved_and_used(place, tmp_path, capsys):
     command = ['convert', '--model', 'test_resnet', '--checkpoint', place / 'native.safetensors', '--num-classes', 3]
     calibration = ['--calibrate', place / 'images', '--image-size', 96]
