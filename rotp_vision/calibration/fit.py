@@ -22,7 +22,7 @@ from rotp_vision.calibration.scores import (
     exceeds,
     gain_curve,
     judge_pooled,
-    paired_difference,
+    promised_difference,
 )
 from rotp_vision.core import PENALTY, FeatureScale, scale_features
 from rotp_vision.layers import PoolOptions, ROTPool, SimplePool
@@ -134,7 +134,7 @@ def calibrate(
     if found.pool == 'rotp':
         peers['GeM with a gain'] = best['GeM + gain'][1]
     differences = [
-        (name, paired_difference(nearest.right, peer.right), paired_difference(nearest.loss, peer.loss))
+        (name, promised_difference(nearest.right, peer.right), promised_difference(nearest.loss, peer.loss))
         for name, peer in peers.items()
     ]
     name = TITLES[found.pool if pays else 'rotp']
@@ -217,8 +217,8 @@ def _row(name: str, setting: Setting, judged: Judged, average: Judged, average_g
         judged.gain,
         float(judged.loss.mean()),
         float(judged.right.mean()),
-        paired_difference(judged.loss, average_gain.loss),
-        paired_difference(judged.right, average.right),
+        promised_difference(judged.loss, average_gain.loss),
+        promised_difference(judged.right, average.right),
     )
 
 
