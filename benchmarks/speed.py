@@ -202,7 +202,7 @@ def layout_rows(timing: Timing, before: Any) -> list[Row]:
         maps = torch.randn(shape).abs()
         maps = maps.contiguous(memory_format=torch.channels_last) if channels_last else maps
         pools = {'GeM': GeM(), 'GeMPool2d': GeMPool2d(learn=True), 'softmax': SoftmaxPool()}
-        pools |= {'default': GlobalROTPool2d(), 'default, norm prior': GlobalROTPool2d({'prior': 'norm'})}
+        pools |= {'default': GlobalROTPool2d(), 'start mean': GlobalROTPool2d({'start': 'mean'})}
         if before is not None:
             pools |= {
                 'before': before.GlobalROTPool2d(),

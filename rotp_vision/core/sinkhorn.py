@@ -143,7 +143,7 @@ class _SinkhornPool(torch.autograd.Function):
     With τ = 1/α1, ρ2 = α2/(α1+α2), ρ3 = α3/(α1+α3), and log q0 with the norm prior β log‖x_n‖:
 
         s = τ / sqrt(mean_n x² + ε)                                          raw scale: s = τ
-        m = max_n x,  c = max_d s (x - m)                                    zero where |s x| ≤ 8 everywhere
+        m = max_n x,  c = max_d s (x - m)                                    zero where |s x| ≤ 12 everywhere
         E = exp(s (x - m) - c),  v = exp(c)
         K times:
             R = Σ_n v E      u = exp(ρ2 (log p0 - log R) + (1 - ρ2) s m)
@@ -174,7 +174,7 @@ class _SinkhornPool(torch.autograd.Function):
         largest = math.sqrt(num_samples)
         if not rms:
             largest = torch.stack(x.aminmax()).abs().amax().to(dtype) if batch else tau.new_zeros(1)
-        warm = largest * tau <= 8
+        warm = largest * tau <= 12
         warm = bool(warm) if reads_values(x) else warm
         scale = x.new_empty([batch, 1, num_features], dtype=dtype)
         centre = torch.empty_like(scale)

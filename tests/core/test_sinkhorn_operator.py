@@ -184,7 +184,7 @@ TEMPERATURES = (50.0, 2.0, 0.05, 0.003)
 
 @both_scales
 @pytest.mark.parametrize('ratio', [3.0, 100.0, 1000.0])
-@pytest.mark.parametrize('temperature', TEMPERATURES)
+@pytest.mark.parametrize('temperature', [*TEMPERATURES, 0.6])  # which is next to where the start turns cold
 @pytest.mark.parametrize('kind', ['ReLU', '+100', '× 1e4', 'ten dead positions'])
 def test_float32_is_as_accurate_as_the_formula(feature_scale, temperature, ratio, kind, monkeypatch):
     inputs = {'x': features(kind), **weights_of(temperature, ratio)}
