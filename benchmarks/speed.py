@@ -38,6 +38,7 @@ LAYOUTS = [
     for shape in ((32, 2048, 7, 7), (32, 512, 7, 7), (32, 1280, 14, 14), (16, 768, 24, 24))
     for channels_last in (False, True)
 ]
+MEAN = {'start': 'mean', 'prior': 'uniform'}  # the default of version 0.2
 OTHERS: dict[str, dict[str, Any]] = {
     'feature scale raw': {'feature_scale': 'raw'},
     'feature scale log': {'feature_scale': 'log'},
@@ -202,11 +203,11 @@ def layout_rows(timing: Timing, before: Any) -> list[Row]:
         maps = torch.randn(shape).abs()
         maps = maps.contiguous(memory_format=torch.channels_last) if channels_last else maps
         pools = {'GeM': GeM(), 'GeMPool2d': GeMPool2d(learn=True), 'softmax': SoftmaxPool()}
-        pools |= {'default': GlobalROTPool2d(), 'start mean': GlobalROTPool2d({'start': 'mean'})}
+        pools |= {'default': GlobalROTPool2d(), 'start mean, no norm prior': GlobalROTPool2d(MEAN)}
         if before is not None:
             pools |= {
                 'before': before.GlobalROTPool2d(),
-                'before, norm prior': before.GlobalROTPool2d({'prior': 'norm'}),
+                'before, with norm prior': before.GlobalROTPool2d({'prior': 'norm'}),
             }
         name = f'{shape}{", channels_last" if channels_last else ""}'
         rows += cost_rows(name, pools, maps.requires_grad_(), timing)
@@ -222,7 +223,7 @@ def pool_rows(timing: Timing, before: Any) -> list[Row]:
     """All poolings on the map of a ResNet-50."""
     pools = peers(2048) | {'the default': GlobalROTPool2d()}
     compiled = torch.compile(GlobalROTPool2d(), fullgraph=True, dynamic=True)
-    pools |= {name: GlobalROTPool2d(options) for name, options in OTHERS.items()}
+    pools |= {name: GlobalROTPool2d(MEAN | options) for name, options in OTHERS.items()}
     pools['the default, compiled'] = compiled
     if before is not None:
         pools['before: the default'] = before.GlobalROTPool2d()
@@ -235,7 +236,7 @@ def local_rows(timing: Timing, before: Any) -> list[Row]:
     makers = {'': LocalROTPool2d} | ({} if before is None else {'before: ': before.LocalROTPool2d})
     for where, make in makers.items():
         for solver in ('sinkhorn', 'badmm-e'):
-            pools[f'{where}{solver}'] = make({'solver': solver}, kernel_size=3, stride=2)
+            pools[f'{where}{solver}'] = make({'solver': solver, 'start': 'mean'}, kernel_size=3, stride=2)
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
     return cost_rows('(8, 64, 112, 112), 3×3 stride 2', pools, maps, timing)
 

@@ -90,14 +90,11 @@ class BregmanADMM(FormulaOnly):
         steps, quadratic = split_weights(weights, self.num_weight_sets), self.regularizer == 'quadratic'
         factors = similarity_factors(x, mask, self.similarity or 'covariance') if self.structure else None
 
-        interacts = (
-            quadratic or factors is not None
-        )  # whether P and S act on each other through more than their logarithms
-
+        interacts = quadratic or factors is not None  # P and S act on each other through more than their logarithms
         log_p0, log_q0 = log_p0.unsqueeze(2), log_q0.unsqueeze(1)  # (B, D, 1), (B, 1, N)
         log_mu, log_eta = log_p0, log_q0
         log_s = log_p0 + log_q0
-        s = hide_masked(log_s, mask).exp() if interacts else log_s  # read where they interact only
+        s = hide_masked(log_s, mask).exp() if interacts else log_s  # only read if they interact
         # Duals divided by ρ, which costs a pass over the plan less than the duals themselves; None while zero.
         u = u1 = u2 = None
         for k, step in enumerate(steps):
@@ -112,9 +109,11 @@ class BregmanADMM(FormulaOnly):
             y = hide_masked(gain * (1 / rho) + (log_s if u is None else log_s - u), mask)
             log_row = log_mu  # log P1
             if self.coupled:
-                pull = log_mu if u1 is None else log_mu + u1
-                log_row = (0.5 * (y.logsumexp(2, keepdim=True) + pull)).log_softmax(1)
-            log_p = log_normalize(y, 2) + log_row
+                pull, total = log_mu if u1 is None else log_mu + u1, y.logsumexp(2, keepdim=True)
+                log_row = (0.5 * (total + pull)).log_softmax(1)
+                log_p = y + (log_row - total)
+            else:
+                log_p = log_normalize(y, 2) + log_row
             if k + 1 == len(steps):
                 return log_p
 
@@ -128,10 +127,12 @@ class BregmanADMM(FormulaOnly):
             y = y if quadratic else kappa * y
             log_column = log_eta  # log Sᵀ1
             if self.coupled:
-                pull = log_eta if u2 is None else log_eta + u2
-                log_column = hide_masked((y.logsumexp(1, keepdim=True) + kappa * pull) / (1 + kappa), mask)
+                pull, total = log_eta if u2 is None else log_eta + u2, y.logsumexp(1, keepdim=True)
+                log_column = hide_masked((total + kappa * pull) / (1 + kappa), mask)
                 log_column = zero_masked(log_column.log_softmax(2), mask)
-            log_s = log_normalize(y, 1) + log_column
+                log_s = y + (log_column - total)
+            else:
+                log_s = log_normalize(y, 1) + log_column
             if interacts or not self.coupled:
                 s = hide_masked(log_s, mask).exp()
 
