@@ -1,4 +1,4 @@
-"""Opening image files, by everything that reads any."""
+"""Opening image files; every reader of the package uses it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-# Whatever a file is called, Pillow would try all of its decoders on it, among them one that starts Ghostscript.
+# Pillow tries all of its decoders on a file, whatever its name, and one of them starts Ghostscript.
 _WANTED = ('JPEG', 'PNG', 'WEBP', 'BMP', 'GIF', 'TIFF', 'PPM', 'AVIF')
 Image.init()
 FORMATS = tuple(name for name in _WANTED if name in Image.OPEN)
 
 
 class UnreadableImage(ValueError):
-    """An image that cannot be decoded, by its name and the reason."""
+    """An image cannot be decoded; the error holds its name and the reason."""
 
     def __init__(self, name: str, reason: str):
         super().__init__(name, reason)
@@ -26,7 +26,7 @@ class UnreadableImage(ValueError):
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The decoded image in RGB; 16 bits a channel become 8."""
-    if image.mode.startswith('I'):  # grey values to 65535, all of which but the darkest would become white
+    if image.mode.startswith('I'):  # 16-bit grey values; Pillow's conversion would clip almost all of them to white
         grey = np.asarray(image).astype(np.float64) / 257
         image = Image.fromarray(grey.round().clip(0, 255).astype(np.uint8))
     image.load()
@@ -42,14 +42,14 @@ def open_image(
 
     Args:
         file: its path, or the file itself.
-        name: what to call it where it cannot be read; by default its path.
-        decode: from the opened image, of which only the header has been read, to a decoded one in RGB.
+        name: its name in errors; by default its path.
+        decode: turns the opened image, of which only the header has been read, into a decoded one in RGB.
 
     Raises:
-        UnreadableImage: whatever is wrong with it.
+        UnreadableImage: if the file cannot be decoded, for any reason.
     """
     try:
         with Image.open(file, formats=FORMATS) as image:
             return decode(image)
-    except Exception as error:  # decoders raise whatever they like
+    except Exception as error:  # decoders raise errors of any class
         raise UnreadableImage(name or str(file), str(error) or type(error).__name__) from error

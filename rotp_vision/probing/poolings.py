@@ -11,7 +11,7 @@ from rotp_vision.calibration.scores import gem
 from rotp_vision.core import PENALTY
 from rotp_vision.layers import PoolOptions, ROTPool
 
-# The poolings that a ROT pool can be: Sinkhorn with a temperature and a norm prior, softmax and max pooling.
+# The best of the poolings that a ROT pool can compute: Sinkhorn, softmax and max pooling.
 OURS = 'ROTP'
 _TEMPERATURES = (4.0, 2.0, 1.0, 0.5)  # of features in units of their root mean square
 _NORM_POWERS = (0.0, 1.0, 2.0)
@@ -26,7 +26,7 @@ class Pooling(NamedTuple):
         family: its kind; poolings of one family differ in their parameters.
         setting: the parameters as text.
         pool: a function from sets (B, D, N) to features (B, D), or a ROT pool.
-        options: options of the ROT pool that does the same, for a network; None if no ROT pool does.
+        options: options of the ROT pool that computes the same, to install in a network; None if there is none.
     """
 
     family: str
