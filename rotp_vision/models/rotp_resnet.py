@@ -72,15 +72,16 @@ class ROTPResNet(ResNet):
                 options=rotp_stem,
                 num_features=int(self.feature_info[0]['num_chs']),
             )
-            self.maxpool = self._like_the_rest(stem)
+            self.maxpool = self._in_place_of(self.maxpool, stem)
 
     def _install_pool(self):
         options = self.rotp
         simple = isinstance(options, SimplePoolOptions)
         pool = options.make() if simple else GlobalROTPool2d(options, int(self.num_features))
-        self.global_pool = self._like_the_rest(pool)
+        self.global_pool = self._in_place_of(self.global_pool, pool)
 
-    def _like_the_rest(self, pool: nn.Module) -> nn.Module:
+    def _in_place_of(self, native: nn.Module, pool: nn.Module) -> nn.Module:
+        vars(pool)['native'] = ' '.join(repr(native).split())  # for `describe`
         like = next(self.parameters())
         return pool.to(like.device, like.dtype).train(self.training)
 

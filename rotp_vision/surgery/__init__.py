@@ -1,6 +1,7 @@
 """Replacing the pools of any network: find, convert, revert, freeze, fold."""
 
-from rotp_vision.surgery.convert import convert, describe, revert
+from rotp_vision.surgery.convert import convert, revert
+from rotp_vision.surgery.describe import PoolRow, PoolTable, describe
 from rotp_vision.surgery.find import find_pools
 from rotp_vision.surgery.fold import fold_gain
 from rotp_vision.surgery.freeze import freeze
@@ -11,6 +12,8 @@ from rotp_vision.surgery.pools import FoundPool, rot_pools
 __all__ = [
     'FoundPool',
     'MultiScale',
+    'PoolRow',
+    'PoolTable',
     'convert',
     'describe',
     'find_pools',

@@ -25,6 +25,7 @@ from rotp_vision.layers import (
     any_pool_options,
 )
 from rotp_vision.surgery.classes import changes_of, name_for_timm, place, refuse_sharded, take_all
+from rotp_vision.surgery.describe import describe
 from rotp_vision.surgery.find import example_inputs, find_pools
 from rotp_vision.surgery.pools import (
     FoundPool,
@@ -37,7 +38,6 @@ from rotp_vision.surgery.pools import (
     replaced_by,
 )
 from rotp_vision.surgery.trace import undisturbed
-from rotp_vision.tables import text_table
 
 _logger = logging.getLogger('rotp_vision')
 
@@ -163,6 +163,7 @@ def replace_pool(model: nn.Module, path: str, options: AnyPoolOptions) -> ROTPoo
         setattr(model.get_submodule(parent), name, new.to(like.device, like.dtype).train(old.training))
     else:
         raise ValueError(f'{path} is {type(old).__name__}, which this network was not converted to')
+    vars(new)['native'] = getattr(old, 'native', '')
     return cast('ROTPool | SimplePool', new)
 
 
@@ -196,31 +197,6 @@ def revert(model: nn.Module) -> nn.Module:
     if changes_of(model).frozen:
         _logger.warning("the reverted network is still frozen; freeze(model, 'all') makes it trainable")
     return model
-
-
-def describe(model: nn.Module) -> str:
-    """A table of the ROT pools of a model, and of your own: path, old pool, new pool, parameters and input shape.
-
-    Example:
-        >>> import timm, rotp_vision
-        >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
-        >>> 'GlobalROTPool2d(sinkhorn, rms)' in rotp_vision.describe(model)
-        True
-    """
-    rows = [('path', 'old', 'new', 'parameters', 'input shape')]
-    for path, pool in new_pools(model).items():
-        replaced = replaced_by(pool)
-        old = '' if replaced is None else replaced.pool.old
-        shape = '' if replaced is None else ' × '.join(str(size) for size in replaced.pool.input_shape[1:])
-        if isinstance(pool, UserPool):
-            new = type(pool.pool).__name__
-        elif isinstance(pool, SimplePool):
-            given = ', '.join(f'{name}={value}' for name, value in pool.options.to_dict().items())
-            new = f'{type(pool).__name__}({given})'
-        else:
-            new = f'{type(pool).__name__}({pool.options.solver}, {pool.options.feature_scale})'
-        rows.append((path, old, new, f'{sum(p.numel() for p in pool.parameters()):,}', shape))
-    return text_table(rows)
 
 
 def refuse_wrapped(model: nn.Module):
