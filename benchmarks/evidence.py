@@ -16,7 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import evidence_classes, evidence_report
-from benchmarks.evidence_poolings import ALONE, AVERAGE_GAIN, GEM, OURS, PEERS, Maps, Outcome, judge_ours, judge_peers
+from benchmarks.evidence_poolings import (
+    ALONE,
+    AVERAGE_GAIN,
+    GEM,
+    INSTALLED,
+    OURS,
+    PEERS,
+    Maps,
+    Outcome,
+    judge_ours,
+    judge_peers,
+)
 from benchmarks.paper import Results, renew_page
 from benchmarks.real_data import NETWORKS, SMALL, Network, add_data_arguments, areas_of, build, maps_of
 from rotp_vision.files import replacing
@@ -53,7 +64,8 @@ def run_task(network: Network, model: nn.Module, task: str, args: argparse.Names
     maps = task_maps(network, model, task, args)
     fit, judged = split(len(maps.labels), args.fit)
     outcomes = judge_peers(list(PEERS), model.get_classifier(), maps, fit, judged)  # pyright: ignore
-    outcomes[OURS], report = judge_ours(model, maps, fit, judged)
+    outcomes[OURS], _ = judge_ours(model, maps, fit, judged)
+    outcomes[INSTALLED], report = judge_ours(model, maps, fit, judged, only='')
     large = {}
     if task == TWO_SCALES:
         alone = maps._replace(sizes=maps.sizes[1:])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import evidence_report
-from benchmarks.evidence_poolings import ALONE, AVERAGE, AVERAGE_GAIN, CHUNK, OURS, PEERS, Maps, pooled
+from benchmarks.evidence_poolings import ALONE, AVERAGE, AVERAGE_GAIN, CHUNK, INSTALLED, OURS, PEERS, Maps, pooled
 from benchmarks.real_data import Network, column_of, groups_of, maps_of
 from rotp_vision.probing import ProbeResult, fit_probe
 from rotp_vision.probing.fit import balanced_mean, pooled_features
@@ -83,7 +83,11 @@ def measure(network: Network, model: nn.Module, args: argparse.Namespace, datase
             for name in PEERS:
                 rights[name], said[name] = _judge_peer(name, features, targets, groups, fit, judged)
             result = fit_probe(maps[fit], targets[fit], groups[fit])
-            for name, chosen in ((OURS, result), (ALONE, _without_softmax(result, maps[fit], targets[fit]))):
+            for name, chosen in (
+                (OURS, result),
+                (INSTALLED, result),
+                (ALONE, _without_softmax(result, maps[fit], targets[fit])),
+            ):
                 predicted = torch.cat([chosen.predict(maps[part]) for part in judged.split(CHUNK)])
                 rights[name] = (predicted == targets[judged]).float()
                 said[name] = f'{chosen.chosen.pooling.family} {chosen.chosen.pooling.setting}'.strip()

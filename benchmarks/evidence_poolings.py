@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from rotp_vision.surgery.multi_scale import MultiScale
 
 AVERAGE, AVERAGE_GAIN, GEM, OURS = 'average', 'average + gain', 'GeM', 'ROTP (ours)'
 ALONE = 'ROTP, no softmax or max'  # chosen among average and ROT pools that are neither
+INSTALLED = 'what the tool installs'  # by `calibrate` among all poolings, or by `fit_probe`
 CHUNK = 50  # images pooled at a time
 
 Pool = Callable[[Tensor], Tensor]
@@ -110,13 +111,17 @@ class MultiScaleOfMaps(MultiScale):
         return list(x.split(self.sizes, 2))
 
 
-def judge_ours(model: nn.Module, maps: Maps, fit: Tensor, judged: Tensor) -> tuple[Outcome, str]:
-    """Calibrate the default pooling on some images and judge it on others; also returns the report of `calibrate`."""
+def judge_ours(
+    model: nn.Module, maps: Maps, fit: Tensor, judged: Tensor, only: Literal['', 'rotp'] = 'rotp'
+) -> tuple[Outcome, str]:
+    """Calibrate the pooling on some images and judge it on others; also returns the report of `calibrate`."""
     converted = rotp_vision.convert(copy.deepcopy(model))
     network = FromMaps(converted) if len(maps.sizes) == 1 else MultiScaleOfMaps(converted, maps.positions)
     batches = ((maps.sets(part).unsqueeze(3), maps.labels[part]) for part in fit.split(CHUNK))
-    report = rotp_vision.calibrate(network.eval(), batches)
-    setting = 'next to the mean' if report.chosen is None else report.chosen.settings()
+    report = rotp_vision.calibrate(network.eval(), batches, only=only)
+    setting = 'next to the mean' if report.chosen is None else str(report.chosen.setting)
+    if report.chosen is not None and not only:
+        setting = f'{report.chosen.name} {setting}'
     with torch.inference_mode():
         logits = torch.cat([network(maps.sets(part).unsqueeze(3)) for part in judged.split(CHUNK)])
     return outcome(logits, maps.labels[judged], setting), str(report)

@@ -15,6 +15,7 @@ from benchmarks.evidence_poolings import (
     ALONE,
     AVERAGE,
     GEM,
+    INSTALLED,
     OURS,
     PEERS,
     Maps,
@@ -190,9 +191,11 @@ def test_command(data, tmp_path, monkeypatch, capsys):
     command += ['--page', str(page), '--threads', '1', '--fit', '20', '--networks', 'resnet50_v1_in1k']
     command += ['--tasks', 'plain', '224 + 384', '--classes', 'foda15']
     evidence.main(command)
-    assert 'images, each judged by a fit' in capsys.readouterr().out
+    assert 'images, each judged by choices' in capsys.readouterr().out
     first = page.read_text('utf-8')
-    assert all(f'| {name} |' in first for name in (*PEERS, OURS, ALONE, *evidence_classes.TRAINED, '224 + 384 px'))
+    assert all(
+        f'| {name} |' in first for name in (*PEERS, OURS, INSTALLED, ALONE, *evidence_classes.TRAINED, '224 + 384 px')
+    )
     assert 'foda15, 5 labels' in first
     assert '| box under 15 % |' in first
     assert (tmp_path / 'figures' / 'evidence_regret.png').stat().st_size > 5000
