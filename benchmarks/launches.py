@@ -107,7 +107,7 @@ def cases() -> dict[str, tuple[Callable[[], nn.Module], Sequence[int], bool]]:
         'GeMPool2d': (lambda: GeMPool2d(learn=True), GLOBAL, True),
         'the default': (GlobalROTPool2d, GLOBAL, True),
         'the default, contiguous map': (GlobalROTPool2d, GLOBAL, False),
-        'start mean, without the norm prior': (lambda: GlobalROTPool2d({'start': 'mean', 'prior': 'uniform'}), GLOBAL, True),
+        'start mean, uniform prior': (lambda: GlobalROTPool2d({'start': 'mean', 'prior': 'uniform'}), GLOBAL, True),
     }
     for name, options in {
         'the default, raw features': {'feature_scale': 'raw'},
