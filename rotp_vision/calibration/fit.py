@@ -71,7 +71,7 @@ def calibrate(
 
     Args:
         model: a model with one global ROT pooling, of maps or tokens (see `convert`).
-        loader: batches of (images, class indices), on any device; a few hundred images in random order, of the size at
+        loader: batches of (images, class indices), on any device; 200 images or more in random order, of the size at
             which the model will be used. Instead of images, a list of sizes where `multi_scale` takes one.
         only: 'rotp' to choose among average pooling and ROTP alone; '' for all.
         feature_scales: the feature scales to try.
