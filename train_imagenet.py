@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None, program: str = 'train_imagenet.py') 
         run, model = start(config)
         if config.evaluate is not None:  # has nothing to save, so a signal ends it at once
             metrics = run.evaluate(run.to_device(model), run.val_images(), len(run.val))
-            run.say(report.summary({config.evaluate: metrics}, {}))
+            run.say(report.summary({config.evaluate: metrics}, {}, len(run.val.classes)))
         else:
             with stop_signals() as run.stop:
                 two_stages(run, model)
@@ -254,6 +254,8 @@ def end_stage(stage: 'Stage') -> nn.Module:
     share_buffers(model)
     if run.progress.stage == 2:
         refit_gain(run, model)
+        if stage.logs:
+            stage.logs.weights(model, run.progress.epoch)
         if run.config.stage2.train != 'pool':
             # Average pooling would profit from the other trained weights too.
             gain = average_gain(run, model)

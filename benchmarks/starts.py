@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from benchmarks.paper import Results, renew_page
 from benchmarks.real_data import NETWORKS, column_of, groups_of, images_of
 from benchmarks.tables import Row
-from rotp_vision.data.generated import CLASSES, draw_object, generate, texture, to_image
+from rotp_vision.data.generated import CLASSES, CLASSES_OF, generate, place_objects, to_image
 from rotp_vision.layers import GeMPool2d, GlobalROTPool2d, PoolOptions
 from rotp_vision.probing.fit import balanced_mean
 from rotp_vision.probing.ridge import assign_folds
@@ -95,31 +95,9 @@ PHOTOS = {'debris': 'foda15', 'tiles': 'magnetic_tile6'}
 # Images
 
 
-def place_objects(rng: np.random.Generator, shapes: Sequence[str]) -> np.ndarray:
-    """(SIDE, SIDE, 3) a textured background with objects of these shapes that hardly overlap."""
-    image = texture(rng, SIDE)
-    placed: list[tuple[np.ndarray, float]] = []
-    for shape in shapes:
-        while True:
-            radius = SIDE * rng.uniform(0.06, 0.085)
-            centre = rng.uniform(radius, SIDE - radius, 2)
-            if all(np.hypot(*(centre - other)) > 1.2 * (radius + reach) for other, reach in placed):
-                break
-        placed.append((centre, radius))
-        draw_object(rng, image, shape, radius, centre)
-    return image
-
-
-def most_frequent(rng: np.random.Generator, label: int) -> np.ndarray:
-    """Ten objects of six kinds: four of the right one and at most two of any other."""
-    others = [kind for kind in range(6) if kind != label]
-    kinds = [label] * 4 + rng.permutation(others * 2)[:6].tolist()
-    return place_objects(rng, [CLASSES[kind] for kind in kinds])
-
-
 def how_many(rng: np.random.Generator, label: int) -> np.ndarray:
     """One to six objects of any kinds."""
-    return place_objects(rng, [CLASSES[kind] for kind in rng.integers(len(CLASSES), size=label + 1)])
+    return place_objects(rng, [CLASSES[kind] for kind in rng.integers(len(CLASSES), size=label + 1)], SIDE)
 
 
 def which_texture(rng: np.random.Generator, label: int) -> np.ndarray:
@@ -140,7 +118,7 @@ def which_texture(rng: np.random.Generator, label: int) -> np.ndarray:
     return rng.uniform(0.4, 0.6, 3) + grain + pattern[..., None] * rng.uniform(0.08, 0.2, 3)
 
 
-DRAWN = {'most frequent': (most_frequent, 6), 'how many': (how_many, 6), 'which texture': (which_texture, 5)}
+DRAWN = {'how many': (how_many, 6), 'which texture': (which_texture, 5)}
 
 
 class Images(NamedTuple):
@@ -168,8 +146,8 @@ def images(question: str, seed: int, data: Path | None) -> Images:
 
 
 def draw(question: str, seed: int, split: int, index: int) -> tuple[np.ndarray, int]:
-    if question == 'one object':
-        image, target = generate(seed, split, index, SIDE, radius_range=(0.06, 0.085))
+    if question in CLASSES_OF:
+        image, target = generate(seed, split, index, SIDE, question, len(CLASSES_OF[question]))
         return np.asarray(image), target
     drawing, num_classes = DRAWN[question]
     target = index % num_classes

@@ -1,4 +1,4 @@
-"""The command line: rotp-vision convert | inspect | revert | verify | probe | embed | visualize | train."""
+"""The command line: rotp-vision convert | inspect | revert | verify | probe | embed | visualize | train | demo."""
 
 import argparse
 import ast
@@ -18,6 +18,7 @@ from rotp_vision.embedding import Embedder, embed_folder
 from rotp_vision.embedding.embedder import Precision
 from rotp_vision.embedding.folder import Metric as RetrievalMetric
 from rotp_vision.evaluation import ImageFiles, image_batches, image_config, record_image_config, verify
+from rotp_vision.extras import of_extra
 from rotp_vision.files import check_writable
 from rotp_vision.hub import (
     build,
@@ -126,6 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_image_size(add)
     add('--limit', type=int, default=16, help='draw at most so many images of each folder, evenly spread')
     add('--output', required=True, help='directory for sheet.png and index.html')
+
+    add = command('demo', _demo, 'train a small network on two questions, with ROTP, average and max pooling')
+    add('--seeds', type=int, default=1, help='runs of each question and pooling')
+    add('--output', default='runs/demo', help='directory to write (results.csv, looked.png, and the runs)')
 
     commands.add_parser('train', help='train in two stages, by `train_imagenet.py`; see `rotp-vision train --help`')
     return parser
@@ -428,6 +433,14 @@ def _visualize(args: argparse.Namespace):
         print(f'wrote {path}')
     if len(files) < total:
         print(f'{len(files)} of {total} images drawn, evenly spread; --limit draws more of each folder')
+
+
+def _demo(args: argparse.Namespace):
+    with of_extra('train'):
+        from rotp_vision.training.demo import demo  # needs the packages for training
+
+    check_writable(Path(args.output))
+    print(demo(args.output, args.seeds))
 
 
 if __name__ == '__main__':

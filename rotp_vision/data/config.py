@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from rotp_vision.data.generated import Question
+
 
 @dataclass
 class DataConfig:
@@ -11,6 +13,8 @@ class DataConfig:
     Args:
         source: `folder` (class directories under train/ and val/), `hf` (Hugging Face datasets: a hub name, a directory
             of parquet files, or a copy made by save_to_disk) or `generated` (small objects on textured backgrounds).
+        question: what the labels of `generated` images say: `one object`, which object is on the image, or
+            `most frequent`, which kind of object is the most frequent of ten.
         path: the folder, the hub name or the directory; not used by `generated`.
         train_split: name of the training split (a subfolder for `folder`).
         val_split: name of the validation split.
@@ -36,6 +40,7 @@ class DataConfig:
     """
 
     source: Literal['folder', 'hf', 'generated'] = 'folder'
+    question: Question = 'one object'
     path: str | None = None
     train_split: str = 'train'
     val_split: str = 'val'

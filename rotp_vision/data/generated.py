@@ -1,13 +1,20 @@
-"""A generated image set: one small object of a class, anywhere on a textured background.
+"""Generated images that ask one of two questions, on a textured background.
 
-The case in which average pooling dilutes the object: it covers a few per cent of the image and the rest says nothing
-about the class. An image is a function of (seed, split, index) alone and takes a fraction of a millisecond.
+'one object': which object is on the image? It covers a few per cent of the image, and average pooling dilutes it.
+'most frequent': which kind of object is the most frequent? Many positions count, of which max pooling sees one.
+
+An image is a function of (seed, split, index) alone and takes about a millisecond.
 """
+
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 from PIL import Image
 
 CLASSES = ('disc', 'ring', 'square', 'frame', 'triangle', 'plus', 'cross', 'bars')
+Question = Literal['one object', 'most frequent']
+CLASSES_OF: dict[Question, tuple[str, ...]] = {'one object': CLASSES, 'most frequent': CLASSES[:6]}
 
 
 def generate(
@@ -15,8 +22,9 @@ def generate(
     split: int,
     index: int,
     size: int,
+    question: Question = 'one object',
     num_classes: int = len(CLASSES),
-    radius_range: tuple[float, float] = (0.09, 0.13),
+    radius_range: tuple[float, float] = (0.06, 0.085),
 ) -> tuple[Image.Image, int]:
     """Image `index` of a split, and its class.
 
@@ -25,15 +33,40 @@ def generate(
         split: 0 for training, 1 for validation.
         index: of the image; classes take turns.
         size: side in pixels.
+        question: what the class is.
         num_classes: the first so many of `CLASSES`.
-        radius_range: the object's radius is drawn from this range, in parts of `size`.
+        radius_range: the radius of one object is drawn from this range, in parts of `size`.
     """
     rng = np.random.default_rng((seed, split, index))
     label = index % num_classes
+    if question == 'most frequent':
+        return to_image(most_frequent(rng, label, size)), label
     image = texture(rng, size)
     radius = size * rng.uniform(*radius_range)
     draw_object(rng, image, CLASSES[label], radius, rng.uniform(radius, size - radius, 2))
     return to_image(image), label
+
+
+def most_frequent(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
+    """(size, size, 3) ten objects of six kinds: four of the right one and at most two of any other."""
+    others = [kind for kind in range(6) if kind != label]
+    kinds = [label] * 4 + rng.permutation(others * 2)[:6].tolist()
+    return place_objects(rng, [CLASSES[kind] for kind in kinds], size)
+
+
+def place_objects(rng: np.random.Generator, shapes: Sequence[str], size: int) -> np.ndarray:
+    """(size, size, 3) a textured background with objects of these shapes that hardly overlap."""
+    image = texture(rng, size)
+    placed: list[tuple[np.ndarray, float]] = []
+    for shape in shapes:
+        while True:
+            radius = size * rng.uniform(0.06, 0.085)
+            centre = rng.uniform(radius, size - radius, 2)
+            if all(np.hypot(*(centre - other)) > 1.2 * (radius + reach) for other, reach in placed):
+                break
+        placed.append((centre, radius))
+        draw_object(rng, image, shape, radius, centre)
+    return image
 
 
 def draw_object(rng: np.random.Generator, image: np.ndarray, shape: str, radius: float, centre: np.ndarray) -> None:

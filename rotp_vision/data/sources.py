@@ -12,12 +12,12 @@ from PIL import Image
 
 from rotp_vision.data.config import DataConfig
 from rotp_vision.data.folders import read_folder
-from rotp_vision.data.generated import CLASSES, generate
+from rotp_vision.data.generated import CLASSES_OF, Question, generate
 from rotp_vision.images import UnreadableImage, open_image, to_rgb
 
 Decode = Callable[[Image.Image], Image.Image]
 
-SMALL = 2**26  # bytes of all images of a set whose contents are compared
+SMALL = 2**26  # bytes of all images of a set whose contents are compared, or that is kept in memory
 MAX_CLASSES = 1_000_000  # bound on labels that have no names; a larger label is an error in the data
 
 
@@ -80,20 +80,28 @@ class FolderSource:
 
 
 class GeneratedSource:
-    """Small objects on textured backgrounds, generated on access."""
+    """Small objects on textured backgrounds, generated on access; a small set is kept in memory."""
 
-    def __init__(self, seed: int, split: int, length: int, size: int, num_classes: int):
-        if not 2 <= num_classes <= len(CLASSES):
-            raise ValueError(f'data.num_classes must be 2 to {len(CLASSES)} for generated images, got {num_classes}')
-        self.seed, self.split, self.length, self.size = seed, split, length, size
-        self.classes: list[str] = list(CLASSES[:num_classes])
+    def __init__(self, seed: int, split: int, length: int, size: int, question: Question, num_classes: int | None):
+        known = CLASSES_OF[question]
+        count = len(known) if num_classes is None else num_classes
+        if not 2 <= count <= len(known) or (question == 'most frequent' and count != len(known)):
+            allowed = len(known) if question == 'most frequent' else f'2 to {len(known)}'
+            raise ValueError(f'data.num_classes must be {allowed} for data.question {question!r}, got {num_classes}')
+        self.seed, self.split, self.length, self.size, self.question = seed, split, length, size, question
+        self.classes: list[str] = list(known[:count])
+        self._drawn: dict[int, tuple[Image.Image, int]] = {}
 
     def __len__(self) -> int:
         return self.length
 
     def read(self, index: int, decode: Decode = to_rgb) -> tuple[Image.Image, int]:
-        image, label = generate(self.seed, self.split, index, self.size, len(self.classes))
-        return decode(image), label
+        drawn = self._drawn.get(index)
+        if drawn is None:
+            drawn = generate(self.seed, self.split, index, self.size, self.question, len(self.classes))
+            if 3 * self.size**2 * self.length <= SMALL:
+                self._drawn[index] = drawn
+        return decode(drawn[0]), drawn[1]
 
     def digests(self) -> dict[str, str]:
         return {}
@@ -183,9 +191,9 @@ def open_sources(config: DataConfig, seed: int) -> tuple[Source, Source]:
     elif config.source == 'hf':
         train, val = (_load_hub(config, split) for split in (config.train_split, config.val_split))
     else:
-        classes = len(CLASSES) if config.num_classes is None else config.num_classes
-        train = GeneratedSource(seed, 0, config.train_images, config.image_size, classes)
-        val = GeneratedSource(seed, 1, config.val_images, config.image_size, classes)
+        images = config.image_size, config.question, config.num_classes
+        train = GeneratedSource(seed, 0, config.train_images, *images)
+        val = GeneratedSource(seed, 1, config.val_images, *images)
     for name, source in ((config.train_split, train), (config.val_split, val)):
         if len(source) == 0:
             raise ValueError(f'split {name!r} of {config.path} is empty')

@@ -89,7 +89,7 @@ def finish(run: Run, model: nn.Module, note: str) -> None:
     loading = export(model, run.config, output / 'export', run.val.classes)  # first, in case drawing a picture fails
     run.to_device(model)
     pools = described_pools(model)
-    run.say(report.summary(progress.summary, report.learned_weights(pools)))
+    run.say(report.summary(progress.summary, report.learned_weights(pools), len(run.val.classes)))
     if note:
         run.say(note)
     for title, metrics in progress.summary.items():

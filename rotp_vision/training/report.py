@@ -71,11 +71,18 @@ def plan(title: str, facts: Mapping[str, object]) -> str:
     return '\n'.join([f'\n{title}', *(f'  {name.ljust(width)}  {value}' for name, value in facts.items())])
 
 
-def summary(rows: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]]) -> str:
-    """Returns tables of the accuracies and of the learned weights."""
-    lines = [['pooling', 'top-1 %', 'top-5 %', 'loss', 'images']]
-    for name, row in rows.items():
-        lines.append([name, f'{row["top1"]:.2f}', f'{row["top5"]:.2f}', f'{row["loss"]:.4f}', str(int(row['images']))])
+def summary(rows: Mapping[str, Mapping[str, float]], weights: Mapping[str, Sequence[float]], num_classes: int) -> str:
+    """Returns tables of the accuracies, top-5 among more than ten classes, and of the learned weights."""
+    columns = {
+        'top1': ('top-1 %', '.2f'),
+        'top5': ('top-5 %', '.2f'),
+        'loss': ('loss', '.4f'),
+        'images': ('images', '.0f'),
+    }
+    if num_classes <= 10:
+        del columns['top5']
+    lines = [['pooling', *(title for title, _ in columns.values())]]
+    lines += [[name, *(format(row[key], form) for key, (_, form) in columns.items())] for name, row in rows.items()]
     text = f'\nValidation\n{text_table(lines)}\n'
     if weights:
         learned = [[name, '  '.join(f'{value:.4g}' for value in values)] for name, values in weights.items()]

@@ -44,6 +44,6 @@ def test_pictures_and_tables(tmp_path, converted):
 
     learned = report.learned_weights(rotp_vision.rot_pools(converted))
     assert learned['global_pool.smoothness'] == pytest.approx([1.0])
-    text = report.summary({'native pooling': {'top1': 61.5, 'top5': 99.0, 'loss': 1.0, 'images': 7}}, learned)
+    text = report.summary({'native pooling': {'top1': 61.5, 'top5': 99.0, 'loss': 1.0, 'images': 7}}, learned, 20)
     assert '61.50' in text
     assert 'global_pool.smoothness' in text
