@@ -37,6 +37,7 @@ RESULTS = Path(__file__).parent / 'starts.csv'
 SEEDS = 3
 NUM_TRAIN, NUM_TEST = 2400, 1000  # generated images
 SIDE, PHOTO_SIDE = 64, 96
+RADIUS = (0.06, 0.085)  # of the objects, in parts of the side
 LR, POOL_LR = 3e-3, 0.02
 
 
@@ -97,7 +98,7 @@ PHOTOS = {'debris': 'foda15', 'tiles': 'magnetic_tile6'}
 
 def how_many(rng: np.random.Generator, label: int) -> np.ndarray:
     """One to six objects of any kinds."""
-    return place_objects(rng, [CLASSES[kind] for kind in rng.integers(len(CLASSES), size=label + 1)], SIDE)
+    return place_objects(rng, [CLASSES[kind] for kind in rng.integers(len(CLASSES), size=label + 1)], SIDE, RADIUS)
 
 
 def which_texture(rng: np.random.Generator, label: int) -> np.ndarray:
@@ -147,7 +148,7 @@ def images(question: str, seed: int, data: Path | None) -> Images:
 
 def draw(question: str, seed: int, split: int, index: int) -> tuple[np.ndarray, int]:
     if question in CLASSES_OF:
-        image, target = generate(seed, split, index, SIDE, question, len(CLASSES_OF[question]))
+        image, target = generate(seed, split, index, SIDE, question, len(CLASSES_OF[question]), RADIUS)
         return np.asarray(image), target
     drawing, num_classes = DRAWN[question]
     target = index % num_classes

@@ -14,6 +14,7 @@ from PIL import Image
 
 CLASSES = ('disc', 'ring', 'square', 'frame', 'triangle', 'plus', 'cross', 'bars')
 Question = Literal['one object', 'most frequent']
+RADIUS: dict[Question, tuple[float, float]] = {'one object': (0.09, 0.13), 'most frequent': (0.075, 0.1)}
 CLASSES_OF: dict[Question, tuple[str, ...]] = {'one object': CLASSES, 'most frequent': CLASSES[:6]}
 
 
@@ -24,7 +25,7 @@ def generate(
     size: int,
     question: Question = 'one object',
     num_classes: int = len(CLASSES),
-    radius_range: tuple[float, float] = (0.06, 0.085),
+    radius_range: tuple[float, float] | None = None,
 ) -> tuple[Image.Image, int]:
     """Image `index` of a split, and its class.
 
@@ -35,32 +36,26 @@ def generate(
         size: side in pixels.
         question: what the class is.
         num_classes: the first so many of `CLASSES`.
-        radius_range: the radius of one object is drawn from this range, in parts of `size`.
+        radius_range: radii of objects are drawn from this range, in parts of `size`; None for that of the question.
     """
     rng = np.random.default_rng((seed, split, index))
     label = index % num_classes
-    if question == 'most frequent':
-        return to_image(most_frequent(rng, label, size)), label
-    image = texture(rng, size)
-    radius = size * rng.uniform(*radius_range)
-    draw_object(rng, image, CLASSES[label], radius, rng.uniform(radius, size - radius, 2))
-    return to_image(image), label
+    shapes = [CLASSES[label]]
+    if question == 'most frequent':  # ten objects of six kinds: four of the right one and at most two of any other
+        others = [kind for kind in range(6) if kind != label]
+        shapes = [CLASSES[kind] for kind in [label] * 4 + rng.permutation(others * 2)[:6].tolist()]
+    return to_image(place_objects(rng, shapes, size, radius_range or RADIUS[question])), label
 
 
-def most_frequent(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
-    """(size, size, 3) ten objects of six kinds: four of the right one and at most two of any other."""
-    others = [kind for kind in range(6) if kind != label]
-    kinds = [label] * 4 + rng.permutation(others * 2)[:6].tolist()
-    return place_objects(rng, [CLASSES[kind] for kind in kinds], size)
-
-
-def place_objects(rng: np.random.Generator, shapes: Sequence[str], size: int) -> np.ndarray:
+def place_objects(
+    rng: np.random.Generator, shapes: Sequence[str], size: int, radius_range: tuple[float, float]
+) -> np.ndarray:
     """(size, size, 3) a textured background with objects of these shapes that hardly overlap."""
     image = texture(rng, size)
     placed: list[tuple[np.ndarray, float]] = []
     for shape in shapes:
         while True:
-            radius = size * rng.uniform(0.06, 0.085)
+            radius = size * rng.uniform(*radius_range)
             centre = rng.uniform(radius, size - radius, 2)
             if all(np.hypot(*(centre - other)) > 1.2 * (radius + reach) for other, reach in placed):
                 break
