@@ -5,7 +5,6 @@ import io
 import multiprocessing
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
@@ -74,7 +73,8 @@ def demo(output: str | Path = 'runs/demo', seeds: int = 1) -> str:
     rows = [Row(question, pooling, seed) for seed in range(seeds) for question in EPOCHS for pooling in POOLINGS]
     top1 = {}
     with FORKS.Pool(min(2, os.cpu_count() or 1), maxtasksperchild=1) as pool:
-        bar = tqdm(zip(rows, pool.imap(partial(_run, output=output), rows), strict=True), total=len(rows), unit='run')
+        jobs = [(row.directory(output), row.arguments(output)) for row in rows]
+        bar = tqdm(zip(rows, pool.imap(_run, jobs), strict=True), total=len(rows), unit='run')
         for row, value in bar:
             bar.write(f'{row.question}, {row.pooling}, seed {row.seed}: {value:.1f} %')
             top1[row] = value
@@ -86,16 +86,16 @@ def demo(output: str | Path = 'runs/demo', seeds: int = 1) -> str:
     return f'{report(top1)}\n\nwrote {output / "results.csv"} and {output / "looked.png"}'
 
 
-def _run(row: Row, output: Path) -> float:
+def _run(job: tuple[Path, list[str]]) -> float:
     """Train, in a process of its own; returns the top-1 in percent on the validation images."""
-    directory = row.directory(output)
+    directory, arguments = job
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)  # small networks are faster with one thread, and the runs do not wait for each other
     with (directory / 'log.txt').open('w+') as log:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(log.fileno(), stream.fileno())
         try:
-            train(row.arguments(output))
+            train(arguments)
         except SystemExit as end:
             if end.code:
                 log.seek(0)
