@@ -88,7 +88,8 @@ class GeneratedSource:
         if not 2 <= count <= len(known) or (question == 'most frequent' and count != len(known)):
             allowed = len(known) if question == 'most frequent' else f'2 to {len(known)}'
             raise ValueError(f'data.num_classes must be {allowed} for data.question {question!r}, got {num_classes}')
-        self.seed, self.split, self.length, self.size, self.question = seed, split, length, size, question
+        self.seed, self.split, self.length, self.size = seed, split, length, size
+        self.question: Question = question
         self.classes: list[str] = list(known[:count])
         self._drawn: dict[int, tuple[Image.Image, int]] = {}
 
