@@ -140,6 +140,6 @@ def verdict(
     judged = f'{", ".join(parts)}, on {images}.' if pays else f'no clear gain ({", ".join(parts)}), on {images}.'
     sentence = f'{name} pays: {judged}' if pays else f'Keep average pooling: {name} has {judged}'
     if count < FEW:
-        least = 200 * peers[0][1][1]
+        least = max(200 * peers[0][1][1], 300 / count)  # where none differ, up to 3 / count may (rule of three)
         sentence += f' {count} images are few: at best they show a gain of more than {least:.1f} points of top-1.'
     return sentence
