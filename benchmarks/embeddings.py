@@ -34,8 +34,8 @@ preset) and beside it the mean of its scores as chosen.
 *Target.* The preset beats average by at least 4 points of R@1 on average over cells, as they are and centred, and is
 within 0.5 of the best row of the table.
 
-*Sizes.* The settings of the table, at 320 px, and with the positions of 224 and 320 px as one set, on the ImageNet
-networks.
+*Sizes.* The settings of the table on birds and tiles, at 320 px, and with the positions of 224 and 320 px as one set,
+on the ImageNet networks.
 """
 
 import argparse
@@ -43,7 +43,7 @@ import csv
 import math
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ from torch.nn import functional as F
 from benchmarks.real_data import NETWORKS, Network, add_data_arguments, build, column_of, groups_of, maps_of
 from benchmarks.tables import to_csv, to_markdown
 from rotp_vision.embedding.scores import METRICS, mean_over_groups, retrieval
-from rotp_vision.embedding.whitening import Spectrum, project
+from rotp_vision.embedding.whitening import Spectrum
 from rotp_vision.files import write_atomically
 from rotp_vision.layers import PoolOptions, ROTPool, any_pool_options
 
@@ -63,6 +63,7 @@ HERE = Path(__file__).parent
 RESULTS, REPORT, DOCS = HERE / 'embeddings.csv', HERE / 'EMBEDDINGS.md', HERE.parent / 'docs' / 'embeddings.md'
 BEGIN, END = '<!-- table: benchmarks/embeddings.py -->\n', '<!-- end of table -->\n'
 IMAGES = {'birds': 'cub25', 'debris': 'foda15', 'tiles': 'magnetic_tile6', 'photos': 'plain'}
+LARGER = ('birds', 'tiles')  # images that are also read at 320 px
 EVERY = {'in1k_dev': 3, 'tiny200_val_even': 4}  # of the classes of photos
 SHRINKAGES = (10, 30, 100, 300)
 AS_IS, CENTRED = 'as it is', 'centred'
@@ -146,16 +147,16 @@ class Cell(NamedTuple):
 def cells() -> list[Cell]:
     """The cells at the networks' own size, then those at other sizes."""
     *imagenet, tiny = NETWORKS
-    of_size = [[Cell(network, name, size) for network in imagenet for name in IMAGES] for size in ('224', '320')]
-    both = [cell._replace(size='224 + 320') for cell in of_size[1]]
-    return [*of_size[0], Cell(tiny, 'photos', '64'), *of_size[1], *both]
+    own = [Cell(network, name, '224') for network in imagenet for name in IMAGES]
+    others = [cell._replace(size=size) for cell in own if cell.images in LARGER for size in ('320', '224 + 320')]
+    return [*own, Cell(tiny, 'photos', '64'), *others]
 
 
 def load(cell: Cell, args: argparse.Namespace) -> tuple[list[Tensor], Tensor, Tensor]:
     """Maps of each size, labels and groups of the images of a cell."""
     network, task = cell.network, IMAGES[cell.images]
     model = build(network, args.data)
-    tasks = [task if size != '320' else '320' if task == 'plain' else f'{task} 320' for size in cell.size.split(' + ')]
+    tasks = [f'{task} 320' if size == '320' else task for size in cell.size.split(' + ')]
     loaded = [maps_of(network, model, args.data, args.cache, args.limit, one) for one in tasks]
     maps, labels = [one[0] for one in loaded], loaded[0][1]
     if task == 'plain':
@@ -185,9 +186,11 @@ def projections(features: Tensor, shrinkages: tuple[int, ...] | None) -> Iterato
     if shrinkages is None:
         return
     spectrum = Spectrum.of(features)
-    yield CENTRED, project(features, spectrum.mean.float())
+    # All that is left of centred features is along the eigenvectors, and cosines do not depend on the basis.
+    centred = (features - spectrum.mean.float()) @ spectrum.vectors.float()
+    yield CENTRED, F.normalize(centred)
     for shrinkage in shrinkages:
-        yield whitened(shrinkage), project(features, spectrum.mean.float(), spectrum.whitening(shrinkage).float())
+        yield whitened(shrinkage), F.normalize(centred * spectrum.factors(shrinkage).float())
 
 
 def whitened(shrinkage: int) -> str:
@@ -269,45 +272,33 @@ def shown_settings(results: Results) -> list[tuple[str, str]]:
     return [*one, results.choose('ROTP')]
 
 
-def main_table(results: Results) -> str:
+def table(results: Results, columns: dict[str, tuple[str, Any]], chosen: bool = False) -> str:
+    """Mean R@1 / mAP of every setting of the table; a column is what comes after the pooling, and cells (None: all)."""
     rows = []
     for setting in shown_settings(results):
-        row: dict[str, Any] = {'pooling': f'{setting[0]} {setting[1]}'.strip()}
-        for cell in results.own:
-            row[f'{cell[0].split(" (")[0]} {cell[1]}'] = f'{results.get(cell, setting, AS_IS):.1f}'
-        row['mean R@1 / mAP'] = _pair(results, setting, AS_IS)
-        chosen = lambda cell, s=setting: results.choose(s[0], _images(cell))  # noqa: E731
-        row['as chosen on other images'] = _pair(results, chosen, AS_IS)
+        row = {'pooling': f'{setting[0]} {setting[1]}'.strip()}
+        for title, (after, cells) in columns.items():
+            row[title] = _pair(results, setting, after, cells)
+        if chosen:
+            own = partial(_chosen, results, setting[0])
+            row['as chosen on other images'] = _pair(results, own, AS_IS, None)
         rows.append(row)
     return to_markdown(rows)
+
+
+def _chosen(results: Results, pooling: str, cell: tuple[str, str, str]) -> tuple[str, str]:
+    return results.choose(pooling, _images(cell))
+
+
+def _pair(results: Results, setting: Any, after: str, cells: Any) -> str:
+    pair = ' / '.join(f'{results.mean(setting, after, metric, cells):.1f}' for metric in ('R@1', 'mAP'))
+    return pair.replace('nan / nan', '–')
 
 
 def docs_table(results: Results) -> str:
-    rows = []
-    c = results.shrinkage(results.choose('ROTP'))
-    for setting in shown_settings(results):
-        row = {'pooling': f'{setting[0]} {setting[1]}'.strip()}
-        for images in IMAGES:
-            cells = [cell for cell in results.own if cell[1] == images]
-            row[images] = _pair(results, setting, AS_IS, cells)
-        row['mean'] = _pair(results, setting, AS_IS)
-        row |= {name: _pair(results, setting, after) for name, after in ((CENTRED, CENTRED), ('whitened', whitened(c)))}
-        rows.append(row)
-    return to_markdown(rows)
-
-
-def _pair(results: Results, setting: Any, after: str, cells: Any = None) -> str:
-    return ' / '.join(f'{results.mean(setting, after, metric, cells):.1f}' for metric in ('R@1', 'mAP'))
-
-
-def after_table(results: Results) -> str:
-    afters = [AS_IS, CENTRED, *(whitened(c) for c in reversed(SHRINKAGES))]
-    return to_markdown(
-        [
-            {'pooling': f'{s[0]} {s[1]}'.strip()} | {after: _pair(results, s, after) for after in afters}
-            for s in shown_settings(results)
-        ]
-    )
+    of_images = {name: (AS_IS, [cell for cell in results.own if cell[1] == name]) for name in IMAGES}
+    after = whitened(results.shrinkage(results.choose('ROTP')))
+    return table(results, of_images | {'mean': (AS_IS, None), CENTRED: (CENTRED, None), 'whitened': (after, None)})
 
 
 def error_table(results: Results) -> str:
@@ -320,19 +311,6 @@ def error_table(results: Results) -> str:
             ours, theirs = (results.get(cell, s, AS_IS, metric) for s in (preset, average))
             error = results.get(cell, preset, AS_IS, f'{metric} − average ±')
             row[metric] = f'{theirs:.1f} → {ours:.1f} ({ours - theirs:+.1f} ± {error:.1f})'
-        rows.append(row)
-    return to_markdown(rows)
-
-
-def size_table(results: Results) -> str:
-    c = results.shrinkage(results.choose('ROTP'))
-    rows = []
-    for setting in shown_settings(results):
-        row = {'pooling': f'{setting[0]} {setting[1]}'.strip()}
-        for size in ('224', '320', '224 + 320'):
-            cells = [cell for cell in results.cells if cell[2] == size]
-            for after in (AS_IS, whitened(c)):
-                row[f'{size} px, {after}'] = _pair(results, setting, after, cells).replace('nan / nan', '–')
         rows.append(row)
     return to_markdown(rows)
 
@@ -356,7 +334,14 @@ def verdict(results: Results) -> str:
 def report(results: Results) -> str:
     preset = results.choose('ROTP')
     c = results.shrinkage(preset)
-    chosen = {cell[1]: results.choose('ROTP', _images(cell))[1] for cell in results.own}
+    of_cells = {f'{cell[0].split(" (")[0]} {cell[1]}': (AS_IS, [cell]) for cell in results.own}
+    afters = {after: (after, None) for after in (AS_IS, CENTRED, *map(whitened, reversed(SHRINKAGES)))}
+    sizes = {
+        f'{size} px, {after}': (after, [cell for cell in results.cells if cell[2] == size and cell[1] in LARGER])
+        for size in ('224', '320', '224 + 320')
+        for after in (AS_IS, whitened(c))
+    }
+    chosen = {_images(cell): results.choose('ROTP', _images(cell))[1] for cell in results.own}
     return f"""# Feature vectors of frozen networks
 
 Written by `python -m benchmarks.embeddings`; its docstring holds the protocol, `embeddings.csv` every score. R@1 and
@@ -368,18 +353,18 @@ The preset: ROTP {preset[1]}, whitening with c = {c}.
 
 {verdict(results)}
 
-## R@1 as they are
+## As they are (R@1 / mAP)
 
-{main_table(results)}
+{table(results, of_cells | {'mean': (AS_IS, None)}, chosen=True)}
 ## After the pooling (mean R@1 / mAP over the cells)
 
-{after_table(results)}
+{table(results, afters)}
 ## Average pooling → preset, with standard errors over groups
 
 {error_table(results)}
-## Sizes (mean R@1 / mAP over the ImageNet networks)
+## Sizes (mean R@1 / mAP on birds and tiles over the ImageNet networks)
 
-{size_table(results)}"""
+{table(results, sizes)}"""
 
 
 def read() -> Results:
