@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from rotp_vision.calibration import calibrate
 from rotp_vision.embedding import Embedder, embed_folder
-from rotp_vision.embedding.embedder import Precision
+from rotp_vision.embedding.embedder import Precision, default_device
 from rotp_vision.embedding.folder import Metric as RetrievalMetric
 from rotp_vision.evaluation import ImageFiles, image_batches, image_config, record_image_config, verify
 from rotp_vision.extras import of_extra
@@ -167,8 +167,7 @@ def _add_output(add: Callable[..., Any], text: str):
 def _add_loading(add: Callable[..., Any]):
     add('--batch-size', type=int, default=32)
     add('--workers', type=int, default=2)
-    mps = 'mps' if torch.backends.mps.is_available() else 'cpu'
-    add('--device', default='cuda' if torch.cuda.is_available() else mps)
+    add('--device', default=default_device())
 
 
 def _load(args: argparse.Namespace, **known: Any) -> nn.Module:

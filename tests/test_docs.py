@@ -32,6 +32,7 @@ PAGES = sorted([ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(ROOT / 'docs').g
 # Small networks in place of the large ones that a page names.
 SMALL = {
     'resnet50': 'test_resnet',
+    'resnet50.tv_in1k': 'test_resnet',
     'tf_efficientnet_lite0': 'test_efficientnet',
     'vit_tiny_patch16_224': 'test_vit',
 }

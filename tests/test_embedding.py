@@ -169,7 +169,11 @@ def test_logits_of_the_same_pass_and_networks_without_classifier():
     assert vectors.shape == (2, 1024)
     torch.testing.assert_close(logits, other.model(X))
     (again,) = other.pools_for([any_pool_options('avg')])
-    assert other.features_by_pool(X, [again])[0].shape == (2, 1024)
+    assert torch.equal(other(X), vectors)
+    assert other.features(X, pools=[again])[0][0].shape == (2, 1024)
+    headless = torchvision.models.resnet18()
+    headless.fc = torch.nn.Identity()
+    assert rotp_vision.Embedder(headless)(X).shape == (2, 512)
 
 
 def test_class_tokens_keep_their_own_pooling(tmp_path):

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
+from PIL import Image
+
+import rotp_vision
 
 ROOT = Path(__file__).parent.parent
 ROWS = [
@@ -70,3 +74,16 @@ def test_paper_page_covers_what_the_paper_has():
     text = '\n'.join(row[1] for row in ROWS)
     for item in ('Theorem 1', 'Proposition 1', 'Proposition 2', 'Algorithm 1', 'Algorithm 2', 'eq. uotp', 'eq. hrotp'):
         assert item in text
+
+
+def test_search(tmp_path, capsys):
+    pytest.importorskip('faiss')
+    for k in range(4):
+        Image.fromarray(np.random.default_rng(k).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(
+            tmp_path / f'{k}.png'
+        )
+    embedder = rotp_vision.Embedder(timm.create_model('test_resnet'))
+    rotp_vision.embed_folder(embedder, tmp_path, tmp_path / 'vectors', workers=0, progress=False)
+    main = runpy.run_path(str(ROOT / 'examples' / 'search.py'))['main']
+    assert main([str(tmp_path / 'vectors'), str(tmp_path / '2.png'), '--count', '2'])[0] == '2.png'
+    assert capsys.readouterr().out.splitlines()[0] == '1.000  2.png'

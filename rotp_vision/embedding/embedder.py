@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -25,7 +25,6 @@ from rotp_vision.images import UnreadableImage, open_image, to_rgb
 from rotp_vision.layers import AnyPoolOptions
 from rotp_vision.surgery import convert
 from rotp_vision.surgery.convert import replace_pool
-from rotp_vision.surgery.freeze import classifiers
 from rotp_vision.surgery.pools import described_pools, is_local, new_pools
 
 SHRINKAGE = 100.0  # of the whitening, in mean eigenvalues of the covariance
@@ -70,9 +69,13 @@ class Embedder:
     ):
         if precision not in ('float32', 'float16', 'bfloat16'):
             raise ValueError(f"precision must be 'float32', 'float16' or 'bfloat16', got {precision!r}")
-        network = _pretrained(model) if isinstance(model, str) else copy.deepcopy(model)
-        if device is not None or isinstance(model, str):
-            network.to(device or default_device())
+        if isinstance(model, str):
+            weights = {'weights': 'DEFAULT'} if model.startswith(TORCHVISION) else {'pretrained': True}
+            network = build(model, **weights).to(default_device())
+        else:
+            network = copy.deepcopy(model)
+        if device is not None:
+            network.to(device)
         self.model = network.eval().requires_grad_(False)
         if pool is not None and not new_pools(self.model):
             try:
@@ -114,7 +117,7 @@ class Embedder:
         """
         vectors, logits = [], []
         for batch in tqdm(self._batches(images, batch_size, workers), 'embedding', unit='batch', disable=not progress):
-            features, scores = self.features(batch, return_logits)
+            (features,), scores = self.features(batch, return_logits)
             vectors.append(project(features.cpu(), self.mean, self.matrix))
             if scores is not None:
                 logits.append(scores.cpu())
@@ -123,19 +126,14 @@ class Embedder:
         return (torch.cat(vectors), torch.cat(logits)) if return_logits else torch.cat(vectors)
 
     @torch.inference_mode()
-    def features(self, images: Tensor, return_logits: bool = False) -> tuple[Tensor, Tensor | None]:
-        """(B, D) float32 features of prepared images before normalisation, and their logits if these are wanted."""
+    def features(
+        self, images: Tensor, return_logits: bool = False, pools: Sequence[nn.Module] = ()
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """As `read_features`, for prepared images on any device; `pools` are made by `pools_for`."""
         dtype = getattr(torch, self.precision)
+        path = self.pool_path if pools else ''
         with torch.autocast(self.device.type, dtype, enabled=self.precision != 'float32'):
-            (features,), logits = read_features(self.model, images.to(self.device), return_logits)
-        return features, None if logits is None else logits.float()
-
-    @torch.inference_mode()
-    def features_by_pool(self, images: Tensor, pools: Sequence[nn.Module]) -> list[Tensor]:
-        """(B, D) float32 features of prepared images by each of the pools that `pools_for` made."""
-        dtype = getattr(torch, self.precision)
-        with torch.autocast(self.device.type, dtype, enabled=self.precision != 'float32'):
-            return read_features(self.model, images.to(self.device), False, self.pool_path, pools)[0]
+            return read_features(self.model, images.to(self.device), return_logits, path, pools)
 
     @property
     def pool_path(self) -> str:
@@ -253,55 +251,56 @@ def default_device() -> str:
     return 'cuda' if torch.cuda.is_available() else mps
 
 
-def _pretrained(name: str) -> nn.Module:
-    weights = {'weights': 'DEFAULT'} if name.startswith(TORCHVISION) else {'pretrained': True}
-    return build(name, **weights)
-
-
 def read_features(
     model: Any, images: Tensor, return_logits: bool = False, path: str = '', pools: Sequence[nn.Module] = ()
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The features that a network classifies by, (B, D) in float32, and its logits if these are wanted, in one pass.
+    """The features by which a network classifies, (B, D) before normalisation, and its logits, in one pass and float32.
 
     Args:
-        model: a network of timm, or another with a classifier.
+        model: a network of timm, or another, whose output counts as features unless a linear layer makes it.
         images: (B, C, H, W).
         return_logits: whether to return the logits.
         path: of the network's global pool, if features by several pools are wanted.
         pools: which take its place one after the other; the features by each are returned.
     """
     of_timm = hasattr(model, 'forward_features') and hasattr(model, 'forward_head')
-    if return_logits and getattr(model, 'num_classes', None) == 0:
-        raise ValueError('the network has no classifier whose logits could be returned')
     maps = model.forward_features(images) if of_timm else images
-    found: list[Tensor] = []
-    logits: Any = None
-    for pool in pools or (None,):
-        with nullcontext() if pool is None else _in_place(model, path, pool):
-            if of_timm:
-                found.append(model.forward_head(maps, pre_logits=True))
-                logits = model.forward_head(maps) if return_logits else None
-            else:
-                with classifiers(model)[-1].register_forward_pre_hook(lambda _, args: found.append(args[0])):
-                    logits = model(images)
-    found = [one.flatten(1) if one.shape[2:] == (1, 1) else one for one in found]
-    if found[0].dim() != 2:
-        raise ValueError(
-            f'the network must pool its features to (B, D), got {tuple(found[0].shape)}: create it with a global pool'
-        )
-    return [one.float() for one in found], logits if return_logits else None
-
-
-@contextmanager
-def _in_place(model: nn.Module, path: str, pool: nn.Module) -> Iterator[None]:
-    """The network with another pool at a path."""
-    parent, _, name = path.rpartition('.')
-    owner, own = model.get_submodule(parent), model.get_submodule(path)
-    setattr(owner, name, pool)
+    owner, name = model.get_submodule(path.rpartition('.')[0]), path.rpartition('.')[2]
+    own, found, logits = getattr(owner, name, None), [], None
     try:
-        yield
+        for pool in pools or (own,):
+            if pools:
+                setattr(owner, name, pool)
+            if of_timm:
+                features = model.forward_head(maps, pre_logits=True)
+                logits = model.forward_head(maps) if return_logits and model.num_classes else None
+            else:
+                features, logits = _before_classifier(model, images)
+            features = features.flatten(1) if features.shape[2:] == (1, 1) else features
+            if features.dim() != 2:
+                got = tuple(features.shape)
+                raise ValueError(f'the network must pool its features to (B, D), got {got}: give it a global pool')
+            found.append(features.float())
     finally:
-        setattr(owner, name, own)
+        if pools:
+            setattr(owner, name, own)
+    if return_logits and logits is None:
+        raise ValueError('the network has no classifier whose logits could be returned')
+    return found, logits.float() if return_logits and logits is not None else None
+
+
+def _before_classifier(model: nn.Module, images: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Input and output of the linear layer that makes the output of a network; if none does, its output and None."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    last = [module for module in model.modules() if isinstance(module, nn.Linear)][-1:]
+
+    def look(_: nn.Module, args: Any, output: Any) -> None:
+        seen.append((args[0], output))
+
+    with last[0].register_forward_hook(look) if last else nullcontext():
+        output = model(images)
+    made = [given for given, result in seen if result.data_ptr() == output.data_ptr()]
+    return (made[0], output) if made else (output, None)
 
 
 class _Prepared(Dataset):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from rotp_vision.data.cache import fingerprint
 from rotp_vision.data.folders import ImageFolder, read_folder
 from rotp_vision.embedding.embedder import Embedder, prepared_batches
-from rotp_vision.embedding.scores import METRICS, Choice, choose, mean_over_groups, retrieval
+from rotp_vision.embedding.scores import METRICS, Choice, check_groups, choose, mean_over_groups, retrieval
 from rotp_vision.embedding.sheet import neighbour_sheet
 from rotp_vision.embedding.whitening import project
 from rotp_vision.files import check_disk, open_by_umask, replacing, write_atomically
@@ -136,6 +136,11 @@ def embed_folder(
     labelled = len(found.classes) > 1 and -1 not in found.labels
     if fit and not labelled:
         raise ValueError(f'choosing a pooling needs every image in one of several class folders of {images}')
+    labels, groups = torch.tensor(found.labels), torch.arange(len(found.files))
+    if group_by:
+        groups = torch.from_numpy(np.unique([os.path.dirname(file) for file in found.files], return_inverse=True)[1])
+    if fit:
+        check_groups(labels, groups)
     own, poolings = _poolings(embedder, labelled, fit is not None, bool(neighbours))
     parts = _Parts(embedder, found, target, poolings, batch_size)
     if target.exists() and not parts.directory.exists():
@@ -150,10 +155,7 @@ def embed_folder(
     if not kept:
         raise ValueError(f'none of the {len(reasons)} images in {images} can be read: {reasons[0]}')
     files = [found.files[index] for index in kept]
-    labels = torch.tensor(found.labels)[kept]
-    groups = torch.arange(len(kept))
-    if group_by:
-        groups = torch.from_numpy(np.unique([os.path.dirname(file) for file in files], return_inverse=True)[1])
+    labels, groups = labels[kept], groups[kept]
     features = parts.assembled(len(kept))
     scored = {name: retrieval(features[name], labels, groups) for name in poolings} if labelled else {}
     choice, chosen = None, own
@@ -265,8 +267,7 @@ class _Parts:
 
     def _features(self, images: Tensor, pools: list[Any]) -> Tensor:
         """(poolings, n, D) normalised."""
-        found = self.embedder.features_by_pool(images, pools) if pools else [self.embedder.features(images)[0]]
-        return F.normalize(torch.stack(found), dim=2).cpu()
+        return F.normalize(torch.stack(self.embedder.features(images, pools=pools)[0]), dim=2).cpu()
 
     def _write(self, part: int, features: list[Tensor], reasons: list[str | None]) -> None:
         tensor = torch.cat(features, 1) if features else torch.empty(len(self.poolings), 0, 0)

@@ -102,6 +102,13 @@ class Choice(NamedTuple):
     error: float
 
 
+def check_groups(labels: Tensor, groups: Tensor, num_folds: int = 4) -> None:
+    """Raise unless every class has images of as many groups as there are folds."""
+    few = [label for label in labels.unique().tolist() if len(groups[labels == label].unique()) < num_folds]
+    if few:
+        raise ValueError(f'every class needs images of at least {num_folds} groups, but {len(few)} classes have fewer')
+
+
 def choose(scores: Mapping[str, Tensor], preset: str, labels: Tensor, groups: Tensor, num_folds: int = 4) -> Choice:
     """Choose a pooling by the scores of each query, judged on queries of other groups than it was chosen on.
 
@@ -117,9 +124,7 @@ def choose(scores: Mapping[str, Tensor], preset: str, labels: Tensor, groups: Te
         num_folds: of the cross-validation.
     """
     names = list(scores)
-    few = [label for label in labels.unique().tolist() if len(groups[labels == label].unique()) < num_folds]
-    if few:
-        raise ValueError(f'every class needs images of at least {num_folds} groups, but {len(few)} classes have fewer')
+    check_groups(labels, groups, num_folds)
     folds = assign_folds(labels, groups, num_folds)
     stacked = torch.stack([scores[name] for name in names]).double()  # (poolings, n)
     judged = torch.full_like(stacked[0], torch.nan)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+_BLOCK = 4096  # features in float64 at a time
+
 
 class Spectrum(NamedTuple):
     """Mean (D,) of feature vectors, and eigenvectors (D, r) and eigenvalues (r,) of their covariance, in float64."""
@@ -17,23 +19,35 @@ class Spectrum(NamedTuple):
     @classmethod
     def of(cls, features: Tensor) -> 'Spectrum':
         """The spectrum of L2-normalised features (n, D)."""
-        features = features.double()
-        mean = features.mean(0)
-        centred = (features - mean) / len(features) ** 0.5
-        few = len(features) < features.shape[1]
-        values, vectors = torch.linalg.eigh(centred @ centred.T if few else centred.T @ centred)
+        mean = features.mean(0, dtype=torch.float64)
+        count, width = features.shape
+
+        def centred(some: Tensor) -> Tensor:
+            return (some.double() - mean) / count**0.5
+
+        if count < width:
+            rows = centred(features)
+            values, vectors = torch.linalg.eigh(rows @ rows.T)
+        else:
+            covariance = torch.zeros(width, width, dtype=torch.float64)
+            for some in map(centred, features.split(_BLOCK)):
+                covariance.addmm_(some.T, some)
+            rows, (values, vectors) = None, torch.linalg.eigh(covariance)
         known = values > 1e-12 * values[-1]
         values, vectors = values[known], vectors[:, known]
-        return cls(mean, centred.T @ vectors / values.sqrt() if few else vectors, values)
+        return cls(mean, vectors if rows is None else rows.T @ vectors / values.sqrt(), values)
+
+    def factors(self, shrinkage: float) -> Tensor:
+        """(r,) eigenvalues of `whitening` along the eigenvectors."""
+        return (1 + self.values / (shrinkage * self.values.sum() / len(self.mean))).rsqrt()
 
     def whitening(self, shrinkage: float) -> Tensor:
         """(D, D) (I + Σ / s)^(-1/2), where s is `shrinkage` times the mean eigenvalue of the covariance Σ.
 
         It whitens directions whose variance exceeds s, and leaves those below it as they are.
         """
-        added = shrinkage * self.values.sum() / len(self.mean)
-        factors = (1 + self.values / added).rsqrt()
-        return torch.eye(len(self.mean), dtype=torch.float64) + (self.vectors * (factors - 1)) @ self.vectors.T
+        identity = torch.eye(len(self.mean), dtype=torch.float64)
+        return identity + (self.vectors * (self.factors(shrinkage) - 1)) @ self.vectors.T
 
 
 def project(features: Tensor, mean: Tensor | None, matrix: Tensor | None = None) -> Tensor:
