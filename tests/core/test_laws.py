@@ -177,10 +177,9 @@ def test_every_solver_becomes_mean_or_attention_pooling(solver, prior):
     expected = (x * logits.softmax(1).unsqueeze(1)).sum(2)
     errors = []
     for temperature in (1e5, 1e6):
-        # The temperature is α1 for Sinkhorn, ρ for Bregman ADMM.
-        smoothness = temperature if solver.name == 'sinkhorn' else 1.0
-        values = {'smoothness': smoothness, 'feature_penalty': 1e14, 'sample_penalty': 1e14}
-        values |= {'step': temperature, 'proximal': 1.0}
+        values = {'smoothness': temperature, 'feature_penalty': 1e14, 'sample_penalty': 1e14, 'proximal': 1.0}
+        if 'step' in solver.starts('mean', 1.0):  # then the temperature is ρ, not α1
+            values |= {'smoothness': 1.0, 'step': temperature}
         weights = constant(**{name: values[name] for name in solver.starts('mean', 1.0)})
         errors.append(rot_pool(rot_problem(x, log_sample_prior=logits), weights, solver) - expected)
     assert errors[0].abs().max() < 1e-3
