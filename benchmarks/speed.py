@@ -233,10 +233,10 @@ def pool_rows(timing: Timing, before: Any) -> list[Row]:
 
 def local_rows(timing: Timing, before: Any) -> list[Row]:
     pools: dict[str, nn.Module] = {'average': nn.AvgPool2d(3, 2), 'max': nn.MaxPool2d(3, 2), 'GeM': LocalGeM()}
-    makers = {'': LocalROTPool2d} | ({} if before is None else {'before: ': before.LocalROTPool2d})
-    for where, make in makers.items():
-        for solver in ('sinkhorn', 'badmm-e'):
-            pools[f'{where}{solver}'] = make({'solver': solver, 'start': 'mean'}, kernel_size=3, stride=2)
+    for solver in ('sinkhorn', 'badmm-e'):
+        pools[solver] = LocalROTPool2d(3, 2, options=solver)
+        if before is not None:
+            pools[f'before: {solver}'] = before.LocalROTPool2d(solver, kernel_size=3, stride=2)
     maps = torch.randn(8, 64, 112, 112).requires_grad_()
     return cost_rows('(8, 64, 112, 112), 3×3 stride 2', pools, maps, timing)
 
