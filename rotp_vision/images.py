@@ -1,5 +1,6 @@
 """Opening image files; every reader of the package uses it."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
@@ -26,6 +27,8 @@ class UnreadableImage(ValueError):
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """The decoded image in RGB; 16 bits a channel become 8."""
+    if image.mode == 'F':
+        raise ValueError('values in floating point have no known range: save the image with 8 or 16 bits a channel')
     if image.mode.startswith('I'):  # 16-bit grey values; Pillow's conversion would clip almost all of them to white
         grey = np.asarray(image).astype(np.float64) / 257
         image = Image.fromarray(grey.round().clip(0, 255).astype(np.uint8))
@@ -49,6 +52,8 @@ def open_image(
         UnreadableImage: if the file cannot be decoded, for any reason.
     """
     try:
+        if isinstance(file, (str, Path)) and os.path.exists(file) and not os.path.isfile(file):
+            raise ValueError('not a regular file')  # a pipe would block
         with Image.open(file, formats=FORMATS) as image:
             return decode(image)
     except Exception as error:  # decoders raise errors of any class

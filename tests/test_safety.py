@@ -231,6 +231,12 @@ def test_sixteen_bits_are_scaled(tmp_path):
         Image.fromarray(grey).save(tmp_path / name)
         seen = np.asarray(open_image(tmp_path / name))
         assert np.abs(seen.astype(int) - np.arange(256).reshape(16, 16, 1)).max() <= 1
+    Image.fromarray(grey.astype(np.float32) / 65535).save(tmp_path / 'float.tiff')
+    with pytest.raises(UnreadableImage, match='floating point have no known range'):
+        open_image(tmp_path / 'float.tiff')
+    os.mkfifo(tmp_path / 'pipe.png')
+    with pytest.raises(UnreadableImage, match='not a regular file'):
+        open_image(tmp_path / 'pipe.png')
 
 
 def test_random_weights_are_converted_only_where_asked_for(tmp_path, saved, capsys):

@@ -117,7 +117,10 @@ class CachedMaps:
             checksums = [self._checksum(*entry) for entry in zip(indices, maps, labels.tolist(), strict=True)]
             tensors = {'maps': maps, 'labels': labels, 'checksums': np.asarray(checksums, np.int64)}
             with replacing(self.file(shard)) as temporary:
-                save_file(tensors, temporary, {'version': VERSION})
+                try:
+                    save_file(tensors, temporary, {'version': VERSION})
+                except SafetensorError as error:  # a full disk, for example
+                    raise OSError(f'cannot write {self.file(shard)}: {error}') from error
                 open_by_umask(temporary)
 
     def _checksum(self, index: int, values: np.ndarray, label: int) -> int:

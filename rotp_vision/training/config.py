@@ -207,6 +207,12 @@ FREE_ON_RESUME = (
     *('data.path', 'data.workers', 'data.max_broken', 'stage2.cache_dir'),
 )
 
+# The largest values of settings that decide about memory or time; larger ones are slips of the pen.
+LARGEST = {
+    **{'global_batch_size': 2**20, 'data.image_size': 4096, 'data.train_images': 10**8, 'data.val_images': 10**8},
+    **{'data.workers': 1024, 'stage2.cache_repeats': 1000, 'stage1.epochs': 10**5, 'stage2.epochs': 10**5},
+}
+
 EPOCHS = ('stage1.epochs', 'stage2.epochs')
 
 
@@ -248,6 +254,8 @@ def check_config(config: RunConfig) -> None:
         if not right:
             raise ValueError(f'{name} must be {must}, got {value!r}')
 
+    for name, value in flat(to_dict(config)):
+        need(name not in LARGEST or value <= LARGEST[name], name, f'at most {LARGEST.get(name)}', value)
     need(data.source == 'generated' or bool(data.path), 'data.path', f'given for source {data.source}', data.path)
     need(data.image_size >= 8, 'data.image_size', 'at least 8', data.image_size)
     need(data.workers >= 0, 'data.workers', 'at least 0', data.workers)

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,11 +33,9 @@ def this_process() -> str:
 
 def fail(error: object) -> NoReturn:
     """Ends the process with a message instead of a traceback; with several processes it says which one failed."""
-    several = int(os.environ.get('WORLD_SIZE', '1')) > 1
-    print(f'error: {this_process()}: {error}' if several else f'error: {error}', file=sys.stderr, flush=True)
-    if several:
-        sys.stdout.flush()
-        os._exit(1)  # to take the process group down could wait for the other processes, which wait for this one
+    print(f'error: {this_process()}: {error}' if _several() else f'error: {error}', file=sys.stderr, flush=True)
+    if _several():
+        _end_at_once()
     raise SystemExit(1)
 
 
@@ -71,18 +70,36 @@ def together(errors: tuple[type[Exception], ...] = (ValueError, OSError)) -> Ite
 
 @contextmanager
 def expected_errors() -> Iterator[None]:
-    """Ends this process with a message and no traceback if cached maps are damaged or another process has ended."""
+    """Ends this process with a message if cached maps are damaged or another process has ended.
+
+    After any other error, one of several processes ends at once, so that the others notice.
+    """
     try:
         yield
     except DamagedMaps as error:  # a data worker adds its traceback to the message
         fail(str(error).strip().split('DamagedMaps: ')[-1])
-    except RuntimeError as error:
-        if not (isinstance(error, DistError) or 'third_party/gloo' in str(error)):
-            raise
-        fail(
-            'the connection to another process is lost. If that process was killed (for want of memory, for example), '
-            'continue with --resume auto; otherwise its own message says what to do'
-        )
+    except Exception as error:
+        if isinstance(error, DistError) or 'third_party/gloo' in str(error):
+            fail(
+                'the connection to another process is lost. If that process was killed (for want of memory, for '
+                'example), continue with --resume auto; otherwise its own message says what to do'
+            )
+        if _several():
+            traceback.print_exc()
+            _end_at_once()
+        raise
+
+
+def _several() -> bool:
+    """Whether a launcher has started several processes."""
+    return int(os.environ.get('WORLD_SIZE', '1')) > 1
+
+
+def _end_at_once() -> NoReturn:
+    """Ends the process without taking the process group down, which could wait for processes that wait for this one."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def gather(value: Any) -> list[Any]:

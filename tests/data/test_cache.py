@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from rotp_vision.data import cache as module
@@ -105,6 +106,15 @@ def test_values_beyond_float16_are_refused(tmp_path):
     batch = Batch(torch.full((1, 2, 3, 3), 1e5), torch.tensor([0]), [])
     with pytest.raises(ValueError, match='does not fit float16'):
         list(cached.write([0], 1, [batch], lambda maps: maps))
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
+    def full(*args):
+        raise SafetensorError('No space left on device')
+
+    monkeypatch.setattr(module, 'save_file', full)
+    with pytest.raises(OSError, match=r'cannot write .*val-00000of00003\.safetensors: No space left'):
+        written(tmp_path)
 
 
 def test_fingerprint_knows_the_frozen_weights_and_the_facts():

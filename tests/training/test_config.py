@@ -59,6 +59,7 @@ def test_wrong_values_are_refused_by_name(capsys):
         ('data.scale', '[1.0, 0.5]', 'data.scale must be'),
         ('seed', '-1', 'v>=0'),
         ('keep', '1', 'v>=2'),
+        ('data.image_size', '1000000000', 'data.image_size must be at most 4096'),
         ('global_batch_size', '0', 'v>0'),
         ('checkpoint_minutes', '-1', 'checkpoint_minutes'),
         ('stage2.label_smoothing', '2', 'stage2.label_smoothing'),

@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import signal
 import socket
 
@@ -205,6 +206,11 @@ def test_one_process_that_fails_is_heard_and_what_all_share_is_said_once(tmp_pat
         assert 0 not in run.run_together(2, *(() if failing else nowhere), **failing)
         assert run.text.count(f"{said} must be an existing directory, got '/nowhere'") == 1, run.text
         assert run.text.count('/nowhere') == 1
+    other = shutil.copytree(data, tmp_path / 'other')
+    Image.new('RGB', (40, 40), (1, 2, 3)).save(other / 'train/0/0.png')
+    run = Run(tmp_path / 'c', settings)
+    assert 0 not in run.run_together(2, last=('--data.path', str(other)))
+    assert f'error: process 1 on {socket.gethostname()}: the images are not those of process 0:\n  train: ' in run.text
 
 
 def test_four_processes_with_workers_train_both_stages(tmp_path):
