@@ -28,7 +28,7 @@ def param_groups(
         >>> model = rotp_vision.convert(timm.create_model('test_resnet', num_classes=3))
         >>> optimizer = torch.optim.AdamW(rotp_vision.param_groups(model, lr=1e-3, weight_decay=0.05))
         >>> [(len(group['params']), group['lr'], group['weight_decay']) for group in optimizer.param_groups]
-        [(31, 0.001, 0.0), (16, 0.001, 0.05), (4, 0.05, 0.0)]
+        [(31, 0.001, 0.0), (16, 0.001, 0.05), (5, 0.05, 0.0)]
     """
     while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or hasattr(model, '_orig_mod'):
         model = getattr(model, '_orig_mod', None) or model.module  # type: ignore[assignment]
