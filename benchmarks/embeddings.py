@@ -226,6 +226,7 @@ class Results:
         self.rows = rows
         self.cells = list(dict.fromkeys((row['network'], row['images'], row['px']) for row in rows))
         self.own = [cell for cell in self.cells if '320' not in cell[2]]
+        self.afters = list(dict.fromkeys(row['after'] for row in rows))
         columns = ('network', 'images', 'px', 'pooling', 'setting', 'after')
         self._by_key = {tuple(row[column] for column in columns): row for row in rows}
 
@@ -297,8 +298,11 @@ def _pair(results: Results, setting: Any, after: str, cells: Any) -> str:
 
 def docs_table(results: Results) -> str:
     of_images = {name: (AS_IS, [cell for cell in results.own if cell[1] == name]) for name in IMAGES}
-    after = whitened(results.shrinkage(results.choose('ROTP')))
-    return table(results, of_images | {'mean': (AS_IS, None), CENTRED: (CENTRED, None), 'whitened': (after, None)})
+    columns = of_images | {'mean': (AS_IS, None)}
+    if CENTRED in results.afters:
+        after = whitened(results.shrinkage(results.choose('ROTP')))
+        columns |= {CENTRED: (CENTRED, None), 'whitened': (after, None)}
+    return table(results, columns)
 
 
 def error_table(results: Results) -> str:
@@ -318,14 +322,14 @@ def error_table(results: Results) -> str:
 def verdict(results: Results) -> str:
     preset = results.choose('ROTP')
     lines = []
-    for after in (AS_IS, CENTRED):
+    for after in (AS_IS, CENTRED)[: len(results.afters)]:
         gain = results.mean(preset, after, 'R@1') - results.mean(('average', ''), after, 'R@1')
         best = max(shown_settings(results), key=lambda s: results.mean(s, after, 'R@1'))
         short = results.mean(best, after, 'R@1') - results.mean(preset, after, 'R@1')
         name = f'{best[0]} {best[1]}'.strip()
         lines.append(
             f'- {after}: the preset gains {gain:+.1f} points of R@1 over average (target +4.0: '
-            f'{"met" if gain >= 4 else "missed"}), and is {short:.1f} below the best row, {name} (target 0.5: '
+            f'{"met" if gain >= 4 else "missed"}), and is {short:.2f} below the best row, {name} (target 0.5: '
             f'{"met" if short <= 0.5 else "missed"}).'
         )
     return '\n'.join(lines)
@@ -333,14 +337,23 @@ def verdict(results: Results) -> str:
 
 def report(results: Results) -> str:
     preset = results.choose('ROTP')
-    c = results.shrinkage(preset)
     of_cells = {f'{cell[0].split(" (")[0]} {cell[1]}': (AS_IS, [cell]) for cell in results.own}
-    afters = {after: (after, None) for after in (AS_IS, CENTRED, *map(whitened, reversed(SHRINKAGES)))}
-    sizes = {
-        f'{size} px, {after}': (after, [cell for cell in results.cells if cell[2] == size and cell[1] in LARGER])
-        for size in ('224', '320', '224 + 320')
-        for after in (AS_IS, whitened(c))
-    }
+    missing = [cell for cell in cells() if tuple(cell.key.values()) not in results.cells]
+    further = f'Not measured yet: {"; ".join(" ".join(cell.key.values()) for cell in missing)}.\n'
+    if CENTRED in results.afters:
+        c = results.shrinkage(preset)
+        afters = {after: (after, None) for after in results.afters}
+        sizes = {
+            f'{size} px, {after}': (after, [cell for cell in results.cells if cell[2] == size and cell[1] in LARGER])
+            for size in ('224', '320', '224 + 320')
+            for after in (AS_IS, whitened(c))
+        }
+        further = f"""## After the pooling (mean R@1 / mAP over the cells; the preset whitens best with c = {c})
+
+{table(results, afters)}
+## Sizes (mean R@1 / mAP on birds and tiles over the ImageNet networks)
+
+{table(results, sizes)}"""
     chosen = {_images(cell): results.choose('ROTP', _images(cell))[1] for cell in results.own}
     return f"""# Feature vectors of frozen networks
 
@@ -348,7 +361,7 @@ Written by `python -m benchmarks.embeddings`; its docstring holds the protocol, 
 mAP in %, cosine similarity, images of the same group left out. ResNet-50 is He et al.'s v1 (not timm's `a1_in1k`),
 EfficientNet-Lite0 is `tf_efficientnet_lite0.in1k`.
 
-The preset: ROTP {preset[1]}, whitening with c = {c}.
+The preset: ROTP {preset[1]}.
 {'; '.join(f'without {name}: {numbers}' for name, numbers in chosen.items())}.
 
 {verdict(results)}
@@ -356,15 +369,10 @@ The preset: ROTP {preset[1]}, whitening with c = {c}.
 ## As they are (R@1 / mAP)
 
 {table(results, of_cells | {'mean': (AS_IS, None)}, chosen=True)}
-## After the pooling (mean R@1 / mAP over the cells)
-
-{table(results, afters)}
 ## Average pooling → preset, with standard errors over groups
 
 {error_table(results)}
-## Sizes (mean R@1 / mAP on birds and tiles over the ImageNet networks)
-
-{table(results, sizes)}"""
+{further}"""
 
 
 def read() -> Results:
