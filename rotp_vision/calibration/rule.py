@@ -1,4 +1,4 @@
-"""The rule by which `calibrate` chooses among poolings."""
+"""The rule by which `calibrate` chooses among poolings; docs/evidence.md compares it with others."""
 
 import math
 
