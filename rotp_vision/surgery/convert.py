@@ -91,10 +91,6 @@ def convert(
     make = _maker(pool)
     inputs = example_inputs(model, example_input)
     found = find_pools(model, inputs)
-    if any(pool.path == '' for pool in found):
-        raise ValueError(
-            f'the model is itself a pool, {type(model).__name__}: wrap it in a module, nn.Sequential(pool)'
-        )
     examples = _examples(inputs)
     with undisturbed(model):
         before = model(*examples)

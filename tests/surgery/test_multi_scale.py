@@ -162,7 +162,7 @@ def test_verify_reads_each_size_from_the_photo(photos, tmp_path, monkeypatch):
         (lambda: multi_scale(converted(), (64, 96)), (), 'multi-scale already'),
         (converted, ((64,),), 'two or more image sides'),
         (converted, (64,), 'two or more image sides'),
-        (converted, ((64, -64),), 'sizes must be a positive integer, got -64'),
+        (converted, ((64, -64),), 'sizes must be a positive integer up to 16384, got -64'),
         (converted, ((64, 96), (1.0,)), r'one share in \(0, 1\] for each of the sizes \(64, 96\)'),
         (converted, ((64, 96), (0.875, 1.5)), r'one share in \(0, 1\] for each of the sizes \(64, 96\)'),
         (converted, ((64, 96), 'all'), r'one share in \(0, 1\] for each of the sizes \(64, 96\)'),
