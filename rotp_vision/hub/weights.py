@@ -59,8 +59,9 @@ def fit_weights(model: nn.Module, state: Mapping[str, torch.Tensor], what: str, 
     """
     try:
         model.load_state_dict(state)
-    except RuntimeError as error:
-        lines = [textwrap.shorten(line, 200, placeholder=' …') for line in str(error).splitlines()[1:5]]
+    except (RuntimeError, ValueError) as error:  # of torch, after a line with the network's name, or of a pool
+        found = str(error).splitlines()
+        lines = [textwrap.shorten(line, 200, placeholder=' …') for line in found[1:5] or found]
         raise ValueError('\n  '.join([f'{what}:', *lines]) + f'\n{cure}') from error
 
 
