@@ -156,8 +156,8 @@ registered = pytest.mark.usefixtures('formulas')
 @registered
 def test_softmax_is_what_one_iteration_of_badmm_is():
     x = random(3, 5, 4, 4)
-    ours = GlobalROTPool2d({'solver': 'softmax', 'weights': {'temperature': 0.7}}).double()
-    known = GlobalROTPool2d({'solver': 'badmm-e', 'num_iters': 1, 'step': 0.7}).double()
+    ours = GlobalROTPool2d({'solver': 'softmax', 'prior': 'uniform', 'weights': {'temperature': 0.7}}).double()
+    known = GlobalROTPool2d({'solver': 'badmm-e', 'prior': 'uniform', 'num_iters': 1, 'step': 0.7}).double()
     torch.testing.assert_close(ours(x), known(x), rtol=1e-6, atol=1e-6)  # starting values are float32
     torch.testing.assert_close(ours.plan(x).sum((1, 2, 3)), torch.ones(3, dtype=torch.float64))
 
@@ -207,7 +207,8 @@ def test_a_registered_formula_pools_windows():
 
 @registered
 def test_options_and_weights_of_a_registered_solver():
-    options = PoolOptions('steps', num_iters=2, smoothness=[1.0, 3.0], weights={'pull': 0.25}, feature_scale='log')
+    given = {'num_iters': 2, 'smoothness': [1.0, 3.0], 'weights': {'pull': 0.25}, 'prior': 'uniform'}
+    options = PoolOptions('steps', **given, feature_scale='log')
     assert options.starting_weights() == {'smoothness': [1.0, 3.0], 'pull': 0.25}
     assert PoolOptions('steps').to_solver().num_weight_sets == 3
     assert pool_options(options.to_dict()) == options
@@ -217,7 +218,7 @@ def test_options_and_weights_of_a_registered_solver():
     layer.set_weights(pull=2.0)
     assert layer.named_weights()['pull'].tolist() == [2.0, 2.0]
     assert not list(GlobalROTPool2d({'solver': 'steps', 'learn': 'fixed', 'gain': 'off'}).parameters())
-    assert [p.numel() for p in GlobalROTPool2d({'solver': 'steps', 'learn': 'shared'}).parameters()] == [1, 1, 1]
+    assert [p.numel() for p in ROTSetPool({'solver': 'steps', 'learn': 'shared'}).parameters()] == [1, 1, 1]
 
 
 @registered

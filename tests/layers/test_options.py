@@ -84,7 +84,7 @@ def test_numbers_of_numpy_become_pythons():
         ({'structure': float('inf')}, 'structure must be positive and finite'),
         ({'smoothness': True}, 'smoothness must be a number, or a list of numbers, got True'),
         ({'smoothness': np.ones(4)}, 'smoothness must be a number, or a list of numbers, got array'),
-        ({'num_iters': 0}, 'num_iters must be a positive integer, got 0'),
+        ({'num_iters': 0}, 'num_iters must be a positive integer up to 16384, got 0'),
         (
             {'solver': 'badmm-e', 'feature_penalty': 1.0},
             'feature_penalty has no effect .* reads smoothness, step',
@@ -97,7 +97,7 @@ def test_numbers_of_numpy_become_pythons():
         ({'solver': 'badmm-e', 'num_iters': 1, 'smoothness': 2.0}, 'smoothness has no effect with .* reads step'),
         ({'feature_scale': 'identity'}, 'feature_scale must be one of raw, rms, log'),
         ({'smoothness': 1e-45}, 'smoothness must be a normal float32 number, 1.18e-38 to 3.4e.38, got 1e-45'),
-        ({'num_iters': 10**400}, 'num_iters must be a positive integer, got one of 1329 bits'),
+        ({'num_iters': 10**400}, 'num_iters must be a positive integer up to 16384, got one of 1329 bits'),
         (
             {'view': 'rms'},
             "view is now feature_scale, whose value 'identity' is now 'raw'",
