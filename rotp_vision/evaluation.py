@@ -19,7 +19,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm import tqdm
 
 from rotp_vision.calibration.fit import check_finite, is_better
-from rotp_vision.calibration.report import verdict
+from rotp_vision.calibration.report import TITLES, verdict
 from rotp_vision.calibration.scores import Judged, exceeds, judge_pooled, paired_difference, rank
 from rotp_vision.data.folders import read_folder
 from rotp_vision.images import UnreadableImage, open_image
@@ -28,6 +28,7 @@ from rotp_vision.layers.global_pool import MapPool
 from rotp_vision.models import ROTPResNet
 from rotp_vision.surgery import MultiScale, revert, rot_pools
 from rotp_vision.surgery.head import CHUNK, Head, checked_batch, collect, evaluating, find_global_pool, sets_of
+from rotp_vision.surgery.pools import described_pools
 from rotp_vision.tables import text_table
 
 _OF_OTHER_SIZES = ('test_input_size', 'test_crop_pct', 'pool_size')
@@ -293,7 +294,8 @@ def compare(
                 )
                 scores['average_gain'] = Score.of(judged['average pooling with a gain'])
             scores |= {'original': Score.of(native, ranks[0]), 'converted': Score.of(ours, ranks[1])}
-            sentence = _verdict(ours, judged)
+            kinds = {getattr(pool.options, 'pool', 'rotp') for pool in described_pools(converted).values()}
+            sentence = _verdict(ours, judged, kinds.pop() if len(kinds) == 1 else '')
     plan = positions_sentence(float(torch.cat(positions.used).mean()), positions.total) if positions.used else ''
     return Comparison(
         num_images=len(same),
@@ -310,13 +312,13 @@ def compare(
     )
 
 
-def _verdict(ours: Judged, peers: dict[str, Judged]) -> str:
-    """Whether ROTP pays against the last of the peers, by the rule of `calibrate`."""
+def _verdict(ours: Judged, peers: dict[str, Judged], kind: str) -> str:
+    """Whether the pooling pays against the last of the peers, by the rule of `calibrate`."""
     average = next(iter(peers.values()))
     name, peer = list(peers.items())[-1]
     pays = is_better(ours, peer) and not exceeds(average.right, ours.right)
     differences = paired_difference(ours.right, peer.right), paired_difference(ours.loss, peer.loss)
-    return verdict(pays, [(name, *differences)], 'these images')
+    return verdict(pays, [(name, *differences)], 'these images', TITLES.get(kind, 'The new pooling'))
 
 
 def _moved(images: Any, device: torch.device | str) -> Any:

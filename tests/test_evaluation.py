@@ -1,5 +1,6 @@
 """Comparing a pooling with average pooling."""
 
+import copy
 import math
 
 import pytest
@@ -137,3 +138,10 @@ def test_class_folders_are_numbered_as_the_network_numbers_its_classes(tmp_path,
     native = ['--model', 'test_resnet', '--num-classes', '3', '--random-weights']
     assert main(['convert', *native, '--calibrate', folder, '--output', str(tmp_path / 'fitted')]) == 0
     assert load_pretrained(tmp_path / 'fitted').pretrained_cfg['label_names'] == ['ant', 'bee', 'cat']
+
+
+def test_the_sentence_names_the_pooling():
+    native = timm.create_model('test_resnet', num_classes=3)
+    loader = [(torch.rand(4, 3, 64, 64), torch.arange(4) % 3)]
+    for options, name in ((None, 'ROTP'), ('gem', 'GeM')):
+        assert name in rotp_vision.compare(native, convert(copy.deepcopy(native), options), loader).sentence
