@@ -335,7 +335,7 @@ def learned(rows: Sequence[Row]) -> list[dict[str, str]]:
         for name, line in lines.items():
             key = (setting.question, setting.network, str(1 + setting.two_stages), name)
             mine = [row for row in rows if key_of(row)[:4] == key]
-            ends = [f'{mean(float(row[k]) for row in mine):.1f}' for k in ('T', 'β') if mine and mine[0][k]]
+            ends = [f'{mean(float(row[k]) for row in mine):.1f}' for k in ('T', 'β') if mine and mine[0].get(k)]
             line[setting.name + ', two stages' * setting.two_stages] = ', '.join(ends)
     empty = {column for column in lines[NEXT_TO_MEAN] if not any(line[column] for line in lines.values())}
     return [{column: value for column, value in line.items() if column not in empty} for line in lines.values()]
