@@ -20,7 +20,7 @@ Learn = Literal['per-iteration', 'shared', 'fixed']
 MEAN_START: dict[FeatureScale, float] = {'raw': 1000.0, 'rms': 50.0, 'log': 100.0}
 # Where a network learns along with its pooling: temperature and power of the norm prior (benchmarks/STARTS.md). Chosen
 # on the feature scale 'rms'.
-TRAIN_START, TRAIN_POWER = 2.0, 2.0
+TRAIN_START, TRAIN_POWER = 5.0, 2.0
 FLOAT32 = torch.finfo(torch.float32)
 # The largest number of iterations, width or image side: beyond any use, and still cheap to build.
 LARGEST = 2**14
@@ -55,7 +55,7 @@ class PoolOptions:
             `register_solver`.
         num_iters: K, iterations of the solver; None means 4, or the number given to `register_solver`.
         num_outer: Sinkhorn's proximal steps of num_iters iterations each; None means 1, or 4 with a structural term.
-        start: 'train' suits a network that is trained along with its pooling: temperature 2 and the norm prior with
+        start: 'train' suits a network that is trained along with its pooling: temperature 5 and the norm prior with
             β = 2. 'mean' starts close to average pooling, 'max' close to max pooling ('badmm-q' stays further away, as
             its sample marginal is fixed to q0), 'paper' starts every weight at softplus(0). 'auto' is 'train' in
             `GlobalROTPool2d`, until weights of a network with another pooling are loaded into it: then it starts at

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from rotp_vision import GlobalROTPool2d, PoolOptions, ROTSetPool, convert, pool_options, register_solver
 from rotp_vision.surgery import rot_pools
 
-TRAIN, MEAN = (2.0, 6.0, 2.0), (50.0, 150.0, 0.0)
+TRAIN, MEAN = (5.0, 15.0, 2.0), (50.0, 150.0, 0.0)
 ARGS = {'num_classes': 5, 'channels': [8, 8, 8, 16]}
 
 
