@@ -185,7 +185,7 @@ def test_the_advice_for_a_vision_transformer_can_be_followed(tmp_path, capsys):
 
 
 def test_a_command_says_which_extra_it_needs(place, saved, tmp_path, capsys, monkeypatch):
-    for name in [name for name in sys.modules if name.split('.')[0] == 'matplotlib' or 'visualize' in name]:
+    for name in [name for name in sys.modules if name.split('.')[0] == 'matplotlib' or 'pictures' in name]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     assert run('visualize', '--model', saved, '--images', place / 'images', '--output', tmp_path / 'out') == 1

@@ -80,7 +80,7 @@ def any_pool_options(options: AnyPoolOptions | Mapping[str, Any] | str | None = 
     """Options of a ROT pool as `pool_options` reads them, or of a pooling without a plan by its name.
 
     >>> any_pool_options('gem', power=4.0)
-    SimplePoolOptions(pool='gem', power=4.0, norm_power=0.0, learn=False)
+    SimplePoolOptions(pool='gem', power=4.0, norm_power=0.0, learn=False, gain=1.0)
     >>> any_pool_options({'pool': 'avg', 'norm_power': 2}).norm_power
     2.0
     >>> any_pool_options('embedding').prior
