@@ -139,7 +139,7 @@ POOLINGS = {
     'attention': lambda: Attention(gated=False),
     'gated attention': lambda: Attention(gated=True),
     'ROTP (default)': ROTSetPool,
-    'ROTP (train)': lambda: ROTSetPool('train'),
+    'ROTP (train)': lambda: ROTSetPool({'start': 'train', 'smoothness': 2.0, 'sample_penalty': 6.0}),
 }
 
 

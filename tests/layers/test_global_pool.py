@@ -55,7 +55,7 @@ def test_timm_pool_protocol_and_repr():
     layer = GlobalROTPool2d('sinkhorn', flatten=True)
     assert (layer.pool_type, layer.feat_mult(), layer.is_identity(), layer.flatten) == ('rotp', 1, False, True)
     assert "solver='sinkhorn', flatten=True, input_fmt='NCHW'" in repr(layer)
-    assert 'smoothness): PositiveWeight(2)' in repr(layer)
+    assert 'smoothness): PositiveWeight(5)' in repr(layer)
     repr(GlobalROTPool2d('sinkhorn').to('meta'))
 
 
