@@ -27,7 +27,7 @@ from rotp_vision.surgery import convert
 from rotp_vision.surgery.convert import replace_pool
 from rotp_vision.surgery.pools import described_pools, is_local, new_pools
 
-SHRINKAGE = 100.0  # of the whitening, in mean eigenvalues of the covariance
+SHRINKAGE = 300.0  # of the whitening, in mean eigenvalues of the covariance
 EMBEDDER, PROJECTION = 'embedder.json', 'projection.safetensors'
 FORMAT = 1
 Precision = Literal['float32', 'float16', 'bfloat16']
