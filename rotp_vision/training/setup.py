@@ -37,13 +37,21 @@ from rotp_vision.training.processes import (
 )
 from rotp_vision.training.run import Run
 
+FEW_STEPS = 300  # updates of stage 1 from trained weights, below which more epochs or a probe are suggested
+
 
 def start(config: RunConfig) -> tuple[Run, nn.Module]:
     """Returns a run and its model, with the native pooling unless the run evaluates another; exits on any error."""
     writes = config.evaluate is None and not config.dry_run
     accelerator = _connect(config, writes)
-    stored = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     checkpoint, warnings, news = None, list[str](), list[str]()
+    workers = min(config.data.workers, _cores_per_process())
+    if workers < config.data.workers:
+        news.append(
+            f'{workers} data workers instead of {config.data.workers}: there are no more cores for each process'
+        )
+        config.data.workers = workers
+    stored = to_dict(config) | {'mixed_precision': accelerator.mixed_precision}
     with together():
         train, val = open_sources(config.data, config.seed)
         inventories = {'train': inventory(train), 'val': inventory(val)}
@@ -60,7 +68,7 @@ def start(config: RunConfig) -> tuple[Run, nn.Module]:
         if writes:
             checkpoint, warnings = find_checkpoint(Path(config.output) / 'checkpoints', config.resume)
         if checkpoint is not None:
-            news = _check_continuation(config, stored, checkpoint, of_main, warnings)
+            news += _check_continuation(config, stored, checkpoint, of_main, warnings)
     found = gather(checkpoint.path.name if checkpoint else None)
     if len({*found}) > 1:
         fail_once(f'processes find different checkpoints ({found}): --output must be on storage that all nodes share')
@@ -93,9 +101,20 @@ def start(config: RunConfig) -> tuple[Run, nn.Module]:
     )
     for warning in warnings:
         run.warn(warning)
+    few = FEW_STEPS // max(1, len(train) // config.global_batch_size) if begins_trained and config.stage1.epochs else 0
+    if few > config.stage1.epochs:
+        news.append(
+            f'{config.stage1.epochs} epochs of {len(train):,} images are few updates: stage1.epochs {few} would make '
+            f'{FEW_STEPS}. For a few hundred images `rotp-vision probe` is faster, and often more accurate'
+        )
     for line in (*news, *(new_classifier if checkpoint is None else ())):
         run.say(line)
     return run, model
+
+
+def _cores_per_process() -> int:
+    """Returns the cores of this machine for each of its processes, at least one."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get('LOCAL_WORLD_SIZE', '1')))
 
 
 def _hold_out(config: RunConfig, train: Source) -> tuple[Source, Source | None]:

@@ -109,8 +109,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path):
     assert run.text.count('s a step, about') == 2
     assert 'maps in float16' in run.text
     assert not run.output.exists()
-    assert run.run('--dry-run', '--global_batch_size', '32') == 0, run.text  # one step an epoch
-    assert run.text.count('s a step, about') == 4
+    assert run.run('--dry-run', '--global_batch_size', '32', '--data.workers', '1024') == 0, run.text
+    assert run.text.count('s a step, about') == 4  # one step an epoch
+    assert 'data workers instead of 1024' in run.text
     assert not run.output.exists()
 
 
