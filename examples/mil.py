@@ -1,7 +1,7 @@
 """Multiple-instance learning: a bag is positive if one of its instances is. `ROTSetPool` beside five other poolings.
 
 python examples/mil.py                        # bags that it makes, some seconds
-python examples/mil.py DIRECTORY              # the five classic sets, under ten minutes on two cores
+python examples/mil.py DIRECTORY              # the five classic sets, a quarter of an hour on two cores
 python examples/mil.py DIRECTORY musk1 fox    # two of them
 
 DIRECTORY holds musk1.csv, musk2.csv, elephant.csv, fox.csv and tiger.csv as published on
@@ -139,7 +139,7 @@ POOLINGS = {
     'attention': lambda: Attention(gated=False),
     'gated attention': lambda: Attention(gated=True),
     'ROTP (default)': ROTSetPool,
-    'ROTP (train)': lambda: ROTSetPool({'start': 'train', 'smoothness': 2.0, 'sample_penalty': 6.0}),
+    'ROTP (T = 2)': lambda: ROTSetPool({'start': 'train', 'smoothness': 2.0, 'sample_penalty': 6.0}),
 }
 
 
@@ -260,7 +260,7 @@ def tables(rows: list[dict]) -> str:
     return '\n\n'.join(parts)
 
 
-def heat_map(bags: Bags, pooling: str = 'ROTP (train)') -> str:
+def heat_map(bags: Bags, pooling: str = 'ROTP (T = 2)') -> str:
     """The instances of a held-out positive bag: their weights in the pooling, and what they add to the logit."""
     folds = assign_folds(bags.labels, 0)
     model = train(bags.pick((folds != 0).nonzero().squeeze(1)), pooling, seed=0)

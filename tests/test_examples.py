@@ -1,5 +1,6 @@
 """The examples run and learn, and docs/paper.md names nothing that does not exist."""
 
+import csv
 import importlib
 import re
 import runpy
@@ -24,12 +25,19 @@ def test_bags(tmp_path, capsys):
     main, results = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))['main'], tmp_path / 'results.csv'
     arguments = ['--bags', '32', '--workers', '1', '--results', str(results), '--poolings', 'mean']
     (mean,) = main(arguments)
-    mean_again, rotp = main([*arguments, 'ROTP (train)'])  # reads the first row
+    mean_again, rotp = main([*arguments, 'ROTP (T = 2)'])  # reads the first row
     assert mean_again == mean
     assert float(rotp['accuracy']) > 70  # 50 by chance
     assert float(rotp['auc']) > float(mean['auc']) + 5
     shown = [line for line in capsys.readouterr().out.splitlines() if 'makes the bag positive' in line]
     assert float(shown[-1].split()[1]) > 0.3  # the weight of the one of twelve that counts
+
+
+def test_page_has_the_tables_of_the_results():
+    example = runpy.run_path(str(ROOT / 'examples' / 'mil.py'))
+    rows = list(csv.DictReader((ROOT / 'examples' / 'mil.csv').read_text().splitlines()))
+    assert len(rows) == 5 * 7 * 5
+    assert example['tables'](rows) in (ROOT / 'docs' / 'mil.md').read_text()
 
 
 def test_published_bags(tmp_path):
