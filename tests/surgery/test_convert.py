@@ -449,9 +449,3 @@ def test_a_conversion_that_is_interrupted_leaves_the_network_as_it_was(name, whe
         elif rot_pools(model):
             revert(model)
     assert rot_pools(convert(model, where=where))
-
-
-def test_a_pool_alone_must_be_wrapped():
-    with pytest.raises(ValueError, match=r'wrap it, nn.Sequential\(pool\)'):
-        convert(nn.AdaptiveAvgPool2d(1))
-    assert list(rot_pools(convert(nn.Sequential(nn.AdaptiveAvgPool2d(1))))) == ['0']
