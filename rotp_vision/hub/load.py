@@ -219,10 +219,13 @@ def rotp_converted(
 
 
 def _built(base: str, arguments: Mapping[str, Any]) -> nn.Module:
-    """The native network; an argument that it cannot take, such as an unknown layer, is a ValueError."""
+    """The native network; a value that it cannot take, such as an unknown layer, is a ValueError.
+
+    An argument that it does not have stays a TypeError, as timm has it.
+    """
     try:
         return build(base, **arguments)
-    except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError) as error:
+    except (AssertionError, AttributeError, KeyError, RuntimeError) as error:
         raise ValueError(
             f'the network {base} cannot be built with the arguments in {CONFIG} ({type(error).__name__}: {error})'
         ) from error
