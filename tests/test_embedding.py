@@ -228,7 +228,7 @@ def test_files_of_a_folder(images, tmp_path):
     assert all(row['R@1'][0] == 0 for row in result.scores.values())
     page = json.loads((tmp_path / 'out' / 'embeddings.json').read_text())
     assert (page['network'], page['dimensions'], page['whitened']) == ('test_resnet', 96, True)
-    assert '1 files could not be read' in str(result)
+    assert 'unreadable files: 1' in str(result)
     with Image.open(tmp_path / 'out' / 'neighbours.png') as sheet:
         assert sheet.width > 600
 

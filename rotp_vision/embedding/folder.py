@@ -80,7 +80,7 @@ class Embedded(NamedTuple):
             said = f'{self.kept} stays' if self.choice.name == self.kept else f'chosen: {self.choice.name}'
             lines.append(f'{said}; poolings that are chosen on other groups differ from {self.kept} by {gain}')
         if self.unreadable:
-            lines.append(f'{len(self.unreadable)} files could not be read (metadata.csv names all):')
+            lines.append(f'unreadable files: {len(self.unreadable)} (metadata.csv names all)')
             lines += [f'  {name}: {reason}' for name, reason in list(self.unreadable.items())[:5]]
         return '\n'.join([*lines, f'wrote {self.num_images} vectors to {self.output}'])
 
